@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+# As ranks have it: on two cores the threads of two workers would wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has its parent's
     # As users have it, a model that was described is not traced again by the next test; machines are measured anew.
     _KEPT = tempfile.TemporaryDirectory(prefix="hf_osdp_tests_")

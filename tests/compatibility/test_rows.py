@@ -5,7 +5,6 @@ one line.
 from __future__ import annotations
 
 import csv
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -52,13 +51,6 @@ def test_table_has_every_row_and_no_other():
     assert [row["result"] for row in documented()] == [row.expected.value for row in ROWS.values()]
 
 
-def test_page_counts_what_the_table_has():
-    page = (DOCS / "compatibility.md").read_text(encoding="utf-8")
-    counts = Counter(row["result"] for row in documented())
-    assert f"{len(ROWS)} rows: {', '.join(f'{counts[v.value]} {v.value}' for v in Verdict if counts[v.value])}" in page
-    assert page.count(", refused: ") == counts["refused"]
-
-
 def a_row(**options) -> Row:
     return Row(name="one", group="none", train=lambda side: [], **options)
 
@@ -68,12 +60,9 @@ def a_row(**options) -> Row:
     [
         ([{"loss": 1.0, "grad_norm": 2.0}], [{"loss": 1.00001, "grad_norm": 2.0005}], False),
         ([{"loss": 1.0}], [{"loss": 1.001}], True),
-        ([{"grad_norm": 1.0}], [{"grad_norm": 1.01}], True),
-        ([{"learning_rate": 1e-3}], [{"learning_rate": 1.0001e-3}], True),
         ([{"loss": float("nan")}], [{"loss": 1.0}], True),
         ([{"loss": float("nan")}], [{"loss": float("nan")}], False),
         ([{"loss": 1.0}], [{"loss": 1.0}, {"loss": 1.0}], True),
-        ([{"loss": 1.0}], [{"loss": 1.0, "grad_norm": 1.0}], True),
         ([{"loss": 1.0, "grad_norm": 1.0}], [{"loss": 1.0}], True),
         ([], [], True),
     ],
@@ -94,7 +83,6 @@ CRASHED = Outcome(error="mixed tensors", error_type="RuntimeError")
         ("", [TRAINED, TRAINED], "", Verdict.EQUAL),
         ("", [REFUSED, REFUSED], "rank 0", Verdict.REFUSED),
         ("", [REFUSED, CRASHED], "rank 0", Verdict.CRASHED),
-        ("", [CRASHED, CRASHED], "rank 0", Verdict.CRASHED),
         ("", [], "rank 0 died", Verdict.CRASHED),
         ("", [], "hung", Verdict.HUNG),
         ("rank 0", [TRAINED, TRAINED], "", Verdict.CRASHED),

@@ -206,22 +206,16 @@ def test_hooks_and_data_that_shards_do_not_take_are_refused():
     optimizer.step()
     norm = model.transformer.ln_f.weight
     norm.data = norm.data * 0.5
-    with pytest.raises(
-        OSDPError, match=r"\.data of its weight was assigned, which changes no shard; use weight\.data\.copy_"
-    ):
+    with pytest.raises(OSDPError, match=r"\.data of its weight was assigned, which changes no shard"):
         tiny_loss(model, tiny_batch(0))
     model, _, _ = sharded()
     model.transformer.ln_f.bias.register_hook(lambda gradient: gradient * 0.5)
-    with pytest.raises(
-        OSDPError, match="register_hook on its bias has no effect on a shard; use register_post_accumulate_grad_hook"
-    ):
+    with pytest.raises(OSDPError, match="register_hook on its bias has no effect on a shard"):
         tiny_loss(model, tiny_batch(0))
     whole = whole_model()
     whole.first.register_hook(lambda gradient: gradient * 0.5)
     units = find_units(whole)
-    with pytest.raises(
-        OSDPError, match="Parameter 'first' has a hook on its gradient, which its shards would lose; remove it"
-    ):
+    with pytest.raises(OSDPError, match="Parameter 'first' has a hook on its gradient"):
         apply_plan(whole, plan_of(units, 2, "mixed"), units, meshes=Meshes("cpu"))
 
 
@@ -246,9 +240,7 @@ def test_optimizers_of_other_parameters_are_refused():
     early, units = SGD(whole.parameters(), lr=0.1), find_units(whole)
     apply_plan(whole, plan_of(units, 2, "mixed"), units, meshes=Meshes("cpu"))
     tiny_loss(whole, tiny_batch(0)).backward()
-    with pytest.raises(
-        OSDPError, match="SGD has parameters from before the plan was applied; make it again after that"
-    ):
+    with pytest.raises(OSDPError, match="SGD has parameters from before the plan was applied"):
         early.step()
     whole.late = nn.Linear(61, 61).double()
     nn.functional.cross_entropy(
@@ -269,10 +261,7 @@ def test_a_step_without_the_last_micro_step_is_refused():
             plan = replace(plan, units=tuple(replace(unit, reduce_every_micro_step=True) for unit in plan.units))
         with micro_step(model, is_last=False, plan=plan):
             tiny_loss(model, tiny_batch(0)).backward()
-        with pytest.raises(
-            OSDPError,
-            match=r"came while gradients of unit .* wait for the last micro-step; pass is_last=True in it \(under",
-        ):
+        with pytest.raises(OSDPError, match=r"came while gradients of unit .* wait for the last micro-step"):
             SGD(model.parameters(), lr=0.1).step()
 
 
@@ -301,7 +290,5 @@ def test_closures_do_not_go_with_states_on_the_host():
     optimizer = SGD(model.parameters(), lr=0.1)
     step_on_shards(optimizer, model)
     bind_optimizer(model, plan, units, [optimizer])
-    with pytest.raises(
-        OSDPError, match=r"SGD\.step\(closure\) would step shards by gradients from before the closure"
-    ):
+    with pytest.raises(OSDPError, match=r"SGD\.step\(closure\) would step shards by gradients"):
         optimizer.step(closure=lambda: None)

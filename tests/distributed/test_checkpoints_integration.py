@@ -176,9 +176,7 @@ def test_an_accelerate_loop_goes_on_on_other_numbers_of_ranks_and_from_plain_acc
     four = run_ranks(looped, 4, folder, [("i", "j", SHARDED, 3, 2)], init=False)[0]
     assert first[0] + two[0] + alone[0] + four[0] == pytest.approx(want, abs=1e-12)
     (tmp_path / "d" / "custom_checkpoint_0.pkl").unlink()
-    with pytest.raises(
-        Exception, match=r"d is damaged: custom_checkpoint_0.pkl is missing; use an earlier checkpoint"
-    ):
+    with pytest.raises(Exception, match=r"d is damaged: custom_checkpoint_0.pkl is missing"):
         looped(folder, [("d", "f", WHOLE, 4, 1)])
 
 

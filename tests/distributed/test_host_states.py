@@ -155,9 +155,7 @@ def test_optimizers_with_shared_counters_and_several_are_refused():
     class Counts(torch.optim.SGD):
         pass
 
-    with pytest.raises(
-        OSDPError, match=r"Counts may keep state that all its parameters share; set offload_optimizer=False"
-    ):
+    with pytest.raises(OSDPError, match="Counts may keep state that all its parameters share"):
         bind_optimizer(model, plan, units, [Counts(model.parameters())])
     with pytest.raises(OSDPError, match=r"there are several optimizers"):
         bind_optimizer(model, plan, units, [torch.optim.SGD([p]) for p in model.parameters()])

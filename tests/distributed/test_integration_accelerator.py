@@ -106,9 +106,7 @@ def test_what_would_wait_or_clip_before_gradients_are_reduced_is_refused():
     with accelerator.accumulate(model):
         accelerator.backward(exact_loss(model, next(iter(loader))))
         for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
-            with pytest.raises(
-                OSDPError, match=r"^Gradients cannot be clipped before the last micro-step reduces them"
-            ):
+            with pytest.raises(OSDPError, match=r"^Gradients cannot be clipped before the last micro-step reduces"):
                 clip(model.parameters(), 1.0)
     with pytest.raises(ValueError, match=r"^join_uneven_inputs cannot run with a sharded model"):
         accelerator.join_uneven_inputs([model], even_batches=False)

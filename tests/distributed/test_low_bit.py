@@ -153,9 +153,7 @@ def test_trainer_name_states_and_host_are_known_before_a_run():
     check_optimizer(made)
     job = run_job(OSDPConfig(global_batch_size=2), world_size=2, device_type="cuda", optimizer=eight)
     assert job.training().host_offload is False
-    with pytest.raises(
-        ValueError, match=r"plain tensors, and adamw8bit's are quantized; leave the offload out, or use AdamW"
-    ):
+    with pytest.raises(ValueError, match="plain tensors, and adamw8bit's are quantized; leave the offload out"):
         job.asking(host_offload=True).training()
 
 

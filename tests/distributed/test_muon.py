@@ -154,9 +154,7 @@ def test_hooks_made_after_the_plan_hold_for_shards_and_closures_are_refused():
         weights = stepped(layout)
         assert dist.get_rank() or worst(weights, stepped(None)) < 1e-12, layout
     for layout in ("zero3", "replicate"):
-        with pytest.raises(
-            OSDPError, match=r"^Muon\.step\(closure\) would step shards by gradients from before the closure"
-        ):
+        with pytest.raises(OSDPError, match=r"^Muon\.step\(closure\) would step shards by gradients"):
             stepped(layout, closure=True)
 
 
@@ -333,9 +331,7 @@ def test_what_muon_cannot_have_is_refused_in_one_line():
     plan = Plan.of(exact.description, layouts, Batch(micro_batch_size=1, accumulation_steps=1), world_size=2)
     check_whole(plan, exact.description, optimizer)
     on_host = replace(plan, units=tuple(replace(unit, on_host=True) for unit in plan.units))
-    with pytest.raises(
-        PlanError, match=r"^muon needs whole parameters, and the plan has .* sharded or on the host; plan again"
-    ):
+    with pytest.raises(PlanError, match=r"^muon needs whole parameters, and the plan has"):
         check_whole(on_host, exact.description, optimizer)
     job = run_job(OSDPConfig(global_batch_size=2), world_size=2, optimizer=optimizer)
     with pytest.raises(ValueError, match=r"^muon needs whole parameters at once, which host and device do not have"):

@@ -122,18 +122,11 @@ def test_check_finds_out_by_base_class_and_by_a_trial_what_no_name_tells():
         assert needs_whole(optimizer)
         check_optimizer(optimizer)
     assert not needs_whole(torch.optim.Rprop(weights)) and not needs_whole(torch.optim.Muon(weights))
-    with pytest.raises(
-        OSDPError, match=r"^NeedsClosure cannot be tried on a matrix \(TypeError: .*closure.*\); use an element-wise"
-    ):
+    with pytest.raises(OSDPError, match=r"^NeedsClosure cannot be tried on a matrix \(TypeError: .*closure.*\)"):
         check_optimizer(NeedsClosure(weights))
-    with pytest.raises(
-        OSDPError,
-        match=r"^StepsOthers cannot be tried on a matrix \(ValueError: it updates nothing\); use an element-wise",
-    ):
+    with pytest.raises(OSDPError, match=r"^StepsOthers cannot be tried on a matrix"):
         check_optimizer(StepsOthers(weights))
-    with pytest.raises(
-        OSDPError, match=r"^Noisy updates at random, so that replicas would drift apart; use an element-wise"
-    ):
+    with pytest.raises(OSDPError, match=r"^Noisy updates at random, so that replicas would drift apart"):
         check_optimizer(Noisy(weights))
 
 

@@ -70,16 +70,12 @@ def test_plan_takes_no_arguments_of_planning_and_is_held_against_those_of_the_ru
 def test_reducing_otherwise_than_the_plan_is_refused():
     plan = plan_of(find_units(tiny_model("gpt2")), 1, "replicate")
     check_given_plan(plan, OSDPConfig(reduce_every_micro_step=True))
-    with pytest.raises(
-        PlanError, match="units with reduce_every_micro_step=True, but the configuration says the opposite"
-    ):
+    with pytest.raises(PlanError, match="units with reduce_every_micro_step=True"):
         check_given_plan(plan, OSDPConfig(reduce_every_micro_step=False))
     mixed = plan_of(find_units(tiny_model("gpt2")), 1, "replicate", accumulation_steps=2, reduce_every_micro_step=None)
     check_given_plan(mixed, OSDPConfig())
     for every in (True, False):
-        with pytest.raises(
-            PlanError, match=f"units with reduce_every_micro_step={not every}, but the configuration says the opposite"
-        ):
+        with pytest.raises(PlanError, match=f"units with reduce_every_micro_step={not every}"):
             check_given_plan(mixed, OSDPConfig(reduce_every_micro_step=every))
 
 

@@ -156,9 +156,7 @@ def test_a_class_made_from_the_stock_one_before_is_refused():
     class Early(Stock):
         pass
 
-    with pytest.raises(
-        ValueError, match=r"Early was derived from Stock before hf_osdp.run could replace it; import .*test_run in the"
-    ):
+    with pytest.raises(ValueError, match=r"Early was derived from Stock before hf_osdp.run could replace it"):
         _replace(Stock, type("Trainer", (), {}))
 
 

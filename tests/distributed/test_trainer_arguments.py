@@ -45,14 +45,9 @@ def test_batch_is_what_the_arguments_mean_for_all_ranks(tmp_path):
         assert plan.global_batch_size == GLOBAL_BATCH, changes
     switched_off = [line for line in said if line.startswith("auto_find_batch_size=True was switched off")]
     assert bool(switched_off) == (dist.get_rank() == 0)
-    with pytest.raises(
-        ValueError,
-        match=r"^split_batches=True cannot split batches of 3 over 2 processes; use a per_device_train_batch_size that is",  # noqa: E501
-    ):
+    with pytest.raises(ValueError, match=r"^split_batches=True cannot split batches of 3 over 2 processes"):
         trainer(tmp_path, {}, per_device_train_batch_size=3, **SPLIT)
-    with pytest.raises(
-        ValueError, match=r"^gradient_accumulation_steps=4 and num_steps=2 of accelerator_config disagree"
-    ):
+    with pytest.raises(ValueError, match=r"^gradient_accumulation_steps=4 and num_steps=2 of accelerator_config"):
         trainer(tmp_path, {}, gradient_accumulation_steps=4, **STEPS_OF_2)
 
 

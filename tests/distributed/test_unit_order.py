@@ -258,10 +258,7 @@ def test_usual_training_needs_no_further_agreement():
 
 @pytest.mark.parametrize("case", ["no gradients", "a read", "no backward"])
 def test_different_parts_of_a_step_are_refused_within_seconds(case):
-    with pytest.raises(
-        RankFailure,
-        match=r"OSDPError: Ranks run different parts of a step: rank . .* and rank . .*; call the model and",
-    ):
+    with pytest.raises(RankFailure, match=r"OSDPError: Ranks run different parts of a step: rank ."):
         run_ranks(runs_different_parts, 2, case, timeout_s=30)
 
 

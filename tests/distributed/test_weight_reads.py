@@ -242,9 +242,7 @@ def test_guard_raises_on_all_ranks_where_reads_are_not_gathered():
     assert raised == {kind for _, kind, _ in UNGUARDED}, "the guard is needed for every way to read"
     warm = tiny_model("llama")
     _warm_forward(warm)
-    with pytest.raises(
-        UnreducedGradientError, match=r"Unit 'model\.layers\.1' got a gradient for its weight that was not reduced"
-    ):
+    with pytest.raises(UnreducedGradientError, match=r"Unit 'model\.layers\.1' got a gradient for its weight"):
         train_sharded(*sharded(warm, "zero2", meshes))
 
 

@@ -208,9 +208,7 @@ def test_full_parameters_restore_shards_after_an_error_and_refuse_calls():
         lambda: tiny_loss(model, tiny_batch(0)),
         lambda: model.lm_head(torch.ones(1, 64, dtype=torch.float64)),
     ):
-        with pytest.raises(
-            OSDPError, match=r"was called within hf_osdp\.full_parameters, where its units cannot gather"
-        ):
+        with pytest.raises(OSDPError, match=r"was called within hf_osdp\.full_parameters"):
             with hf_osdp.full_parameters(model):
                 model.lm_head.weight.data.zero_()
                 call()

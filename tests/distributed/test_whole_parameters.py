@@ -191,9 +191,7 @@ def test_trainer_plans_for_adafactor_resumes_and_equals_the_stock_one(tmp_path, 
     assert_close(history(again), {"loss": stock["loss"][2:]}, 1e-6)
     given = plan_of(find_units(partly_frozen()), 2, "zero3")
     given = replace(given, sequence_length=LENGTH, micro_batch_size=4)
-    with pytest.raises(
-        PlanError, match=r"^adafactor needs whole parameters, and the plan has .* sharded or on the host; plan again"
-    ):
+    with pytest.raises(PlanError, match=r"^adafactor needs whole parameters, and the plan has"):
         PlannedTrainer(model=partly_frozen(), args=args, train_dataset=tokens(), osdp=OSDPConfig(plan=given))
 
 
@@ -234,10 +232,7 @@ def test_rounding_at_random_is_refused_where_there_are_replicas_alone():
         apply_plan(model, plan_of(find_units(model), 2, layout), find_units(model), meshes=Meshes("cpu"))
         optimizer = torchao.AdamW8bit(model.parameters(), bf16_stochastic_round=True)
         if refused:
-            with pytest.raises(
-                OSDPError,
-                match=r"^AdamW8bit rounds parameters in bf16 at random .* use strategy='fsdp', which has no replicas",
-            ):
+            with pytest.raises(OSDPError, match=r"^AdamW8bit rounds parameters in bf16 at random"):
                 step_on_shards(optimizer, model)
         else:
             step_on_shards(optimizer, model)

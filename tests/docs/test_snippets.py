@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.helpers.distributed import TORCHRUN, free_port, run_program, run_ranks
+from tests.helpers.distributed import free_port, run_program, run_ranks
 from tests.helpers.hardware import take_preset
 from tests.helpers.output import ends_of
 
@@ -103,15 +103,6 @@ def assert_ends_well(command: list[object], folder: Path) -> str:
     done = run_program(command, cwd=folder)
     assert done.returncode == 0, ends_of(done.stderr)
     return done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["with_trainer", "with_accelerator", "plain_loop", "same_training"])
-def test_as_the_page_says(name, tmp_path):
-    assert f"torchrun --nproc-per-node 2 docs/snippets/{name}.py" in (SNIPPETS / f"{name}.py").read_text(
-        encoding="utf-8"
-    )
-    assert_ends_well([*TORCHRUN, "--standalone", "--nproc-per-node", "2", SNIPPETS / f"{name}.py"], tmp_path)
 
 
 @pytest.mark.slow

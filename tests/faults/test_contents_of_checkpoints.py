@@ -55,9 +55,7 @@ def test_index_whose_chunks_do_not_tile_a_tensor_is_refused(tmp_path, case):
         if isinstance(stored, TensorStorageMetadata) and stored.size[0] % 2 == 0:
             stored.chunks = change(stored.size)
     (folder / "pytorch_model_fsdp_0" / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(
-        CheckpointError, match=rf"\.metadata cannot be read \(ValueError: {problem}.*another checkpoint"
-    ):
+    with pytest.raises(CheckpointError, match=rf"\.metadata cannot be read \(ValueError: {problem}"):
         convert(folder, tmp_path / "whole", to=Target.WHOLE)
     assert not (tmp_path / "whole").exists()
     with pytest.raises(CheckpointError, match=problem):

@@ -17,136 +17,77 @@ from hf_osdp.integrations.launch import run_script
 from tests.helpers.shared_data import SHARED_DATA, needs_shared_data
 from tests.recipes.conftest import Recipe
 
-CASES: dict[str, dict[str, tuple[dict[str, object], str]]] = {
+CASES: dict[str, dict[str, dict[str, object]]] = {
     "run_clm": {
-        "missing training file": (dict(train_file="none.txt"), "Cannot read none.txt: Unable to find"),
-        "empty training file": (dict(train_file="empty.txt"), "Cannot read empty.txt: "),
-        "too short for a block": (
-            dict(train_file="some.txt", validation_file="some.txt"),
-            "less than one block of 32",
-        ),
-        "unknown kind of file": (
-            dict(train_file="some.pdf"),
-            "Cannot read some.pdf: use files of one kind: .txt, .json, .jsonl, .csv.",
-        ),
-        "one line, nothing to split": (dict(train_file="line.txt"), "Cannot read line.txt: With n_samples=1"),
-        "another encoding": (dict(train_file="latin.txt"), "Cannot read latin.txt: 'utf-8' codec can't decode"),
-        "malformed line of JSON": (dict(train_file="lines.jsonl"), "Cannot read lines.jsonl: "),
-        "numbers for text": (
-            dict(train_file="numbers.jsonl"),
-            "numbers.jsonl: it needs a column `text` of text; its first row is {'text': 1}",
-        ),
-        "upper-case extension of JSON": (dict(train_file="LINES.JSONL"), "Cannot read LINES.JSONL: "),
-        "longer than the positions": (dict(block_size=64), "block_size=64 is longer than the model's 32 positions"),
-        "unknown override": (
-            dict(config_overrides="n_layers=2"),
-            "Cannot use config_overrides=n_layers=2: key n_layers isn't in the original config",
-        ),
-        "unknown model type": (dict(model_type="gpt9", config_overrides=None), "model_type='gpt9'"),
-        "no checkpoint": (
-            dict(resume_from_checkpoint="nowhere"),
-            "Can't find a valid checkpoint at nowhere; give the path of a checkpoint",
-        ),
-        "adapters of nothing": (
-            dict(lora_rank=2),
-            "lora_rank=2 trains adapters of a pretrained model; give model_name_or_path",
-        ),
-        "nothing to do": (dict(do_train=None, do_eval=None), "Nothing to do"),
-        "tracker that is not there": (
-            dict(report_to="wandb"),
-            "report_to=wandb is not installed here; install it, or use one of",
-        ),
-        "stream without an end": (dict(streaming=True, max_steps=None), "streaming=true needs max_steps"),
-        "negative buffer": (dict(streaming=True, shuffle_buffer=-1), "shuffle_buffer=-1 must be at least 0"),
-        "stream of nothing": (
-            dict(streaming=True, do_eval=None, train_file="empty.txt"),
-            "the train text has less than one block",
-        ),
-        "stream of other columns": (
-            dict(streaming=True, train_file="other.csv"),
-            "its first row is {'name': 'Anna', 'words': 'fine'}",
-        ),
-        "malformed stream": (dict(streaming=True, train_file="lines.jsonl"), "Cannot read lines.jsonl: "),
-        "stream without validation": (
-            dict(streaming=True, train_file="line.txt", max_eval_samples=None),
-            "give validation_file, or max_eval_samples",
-        ),
+        "missing training file": dict(train_file="none.txt"),
+        "empty training file": dict(train_file="empty.txt"),
+        "too short for a block": dict(train_file="some.txt", validation_file="some.txt"),
+        "unknown kind of file": dict(train_file="some.pdf"),
+        "one line, nothing to split": dict(train_file="line.txt"),
+        "another encoding": dict(train_file="latin.txt"),
+        "malformed line of JSON": dict(train_file="lines.jsonl"),
+        "numbers for text": dict(train_file="numbers.jsonl"),
+        "upper-case extension of JSON": dict(train_file="LINES.JSONL"),
+        "longer than the positions": dict(block_size=64),
+        "unknown override": dict(config_overrides="n_layers=2"),
+        "unknown model type": dict(model_type="gpt9", config_overrides=None),
+        "no checkpoint": dict(resume_from_checkpoint="nowhere"),
+        "adapters of nothing": dict(lora_rank=2),
+        "nothing to do": dict(do_train=None, do_eval=None),
+        "tracker that is not there": dict(report_to="wandb"),
+        "stream without an end": dict(streaming=True, max_steps=None),
+        "negative buffer": dict(streaming=True, shuffle_buffer=-1),
+        "stream of nothing": dict(streaming=True, do_eval=None, train_file="empty.txt"),
+        "stream of other columns": dict(streaming=True, train_file="other.csv"),
+        "malformed stream": dict(streaming=True, train_file="lines.jsonl"),
+        "stream without validation": dict(streaming=True, train_file="line.txt", max_eval_samples=None),
     },
     "run_mlm": {
-        "grouping and plan": (
-            dict(grouping="none", plan="plan.json"),
-            "grouping=none is strategy fsdp; leave out strategy, plan and osdp false",
-        ),
-        "causal model": (
-            dict(model_type="gpt2"),
-            "Cannot use model_type='gpt2': gpt2 is not a masked language model; use one such as bert or roberta",
-        ),
-        "unknown model": (dict(model_type="bert9"), "Cannot use model_type='bert9': "),
-        "no room for text": (dict(block_size=2), "block_size=2 leaves no room"),
-        "fewer embeddings than tokens": (
-            dict(config_overrides="vocab_size=299"),
-            "vocab_size=299 is less than the 300 entries of the tokenizer",
-        ),
+        "grouping and plan": dict(grouping="none", plan="plan.json"),
+        "causal model": dict(model_type="gpt2"),
+        "unknown model": dict(model_type="bert9"),
+        "no room for text": dict(block_size=2),
+        "fewer embeddings than tokens": dict(config_overrides="vocab_size=299"),
     },
     "run_clm_no_trainer": {
-        "less than a step": (
-            dict(max_train_samples=3),
-            "has 3 blocks of 32 tokens, less than the 4 samples of one optimizer step",
-        ),
-        "switched off": (dict(osdp=False), "osdp"),
-        "unknown schedule": (
-            dict(lr_scheduler_type="zigzag"),
-            "--lr_scheduler_type/--lr-scheduler-type: invalid choice: 'zigzag' (choose from",
-        ),
-        "no learning": (dict(learning_rate=0), "learning_rate=0.0 must be greater than 0"),
-        "no steps": (dict(max_steps=0), "max_steps=0 must be at least 1"),
+        "less than a step": dict(max_train_samples=3),
+        "switched off": dict(osdp=False),
+        "unknown schedule": dict(lr_scheduler_type="zigzag"),
+        "no learning": dict(learning_rate=0),
+        "no steps": dict(max_steps=0),
     },
     "train_plain": {
-        "less than a step": (
-            dict(max_train_samples=3),
-            "The train text has 3 blocks of 32 tokens; give text for 8 or more",
-        ),
-        "unknown precision": (dict(mixed_precision="fp8"), "fp8"),
-        "no steps": (dict(steps=0), "steps=0 must be at least 1"),
+        "less than a step": dict(max_train_samples=3),
+        "unknown precision": dict(mixed_precision="fp8"),
+        "no steps": dict(steps=0),
     },
     "run_glue": {
-        "unknown task": (
-            dict(task_name="mnli"),
-            "task_name='mnli' is not known; use one of sst2, rte, cola, or train_file",
-        ),
-        "no labels": (dict(train_file="plain.jsonl"), "it needs sentence, label or sentence1, sentence2, label"),
-        "labels of text": (
-            dict(train_file="words.jsonl"),
-            "Cannot use words.jsonl: its labels are string; they must be integers",
-        ),
-        "negative labels": (dict(train_file="hidden.jsonl"), "hidden.jsonl: it has rows without a label"),
-        "one label only": (dict(train_file="same.jsonl"), "same.jsonl: all training labels are 1"),
-        "numbers for text": (
-            dict(train_file="sentences.jsonl"),
-            "sentences.jsonl: it needs sentence, label or sentence1, sentence2, label, and text in all but `label`",
-        ),
-        "unknown metric": (dict(metric="no_such_metric"), "Cannot load the metric no_such_metric"),
-        "longer than the positions": (
-            dict(max_seq_length=64),
-            "max_seq_length=64 is longer than the model's 32 positions",
-        ),
-        "no length": (dict(max_seq_length=0), "max_seq_length=0 must be at least 1"),
-        "patience without a best model": (
-            dict(early_stopping_patience=2),
-            "early_stopping_patience=2 needs load_best_model_at_end: true",
-        ),
-        "best by what is not computed": (
-            dict(metric_for_best_model="f1"),
-            "metric_for_best_model=f1 is not computed; use accuracy or loss",
-        ),
-        "no classifier": (
-            dict(model_type="whisper", config_overrides=None),
-            "is not a model for sentence classification",
-        ),
-        "hub without a network": (dict(task_name="rte"), "Cannot use nyu-mll/glue, rte: "),
+        "unknown task": dict(task_name="mnli"),
+        "no labels": dict(train_file="plain.jsonl"),
+        "labels of text": dict(train_file="words.jsonl"),
+        "negative labels": dict(train_file="hidden.jsonl"),
+        "one label only": dict(train_file="same.jsonl"),
+        "numbers for text": dict(train_file="sentences.jsonl"),
+        "unknown metric": dict(metric="no_such_metric"),
+        "longer than the positions": dict(max_seq_length=64),
+        "no length": dict(max_seq_length=0),
+        "patience without a best model": dict(early_stopping_patience=2),
+        "best by what is not computed": dict(metric_for_best_model="f1"),
+        "no classifier": dict(model_type="whisper", config_overrides=None),
+        "hub without a network": dict(task_name="rte"),
     },
 }
-"""Script → case → changes of its arguments, and a part of the line."""
+"""Script → case → changes of its arguments."""
+THE_MATTER = {
+    "too short for a block": "block",
+    "nothing to do": "Nothing to do",
+    "less than a step": "3 blocks",
+    "stream of nothing": "block",
+    "stream of other columns": "first row",
+    "no labels": "sentence",
+    "no classifier": "classification",
+}
+"""What the line of a case says where no argument is at fault by its name."""
 
 
 @pytest.fixture
@@ -196,22 +137,19 @@ def refused(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], 
 
 @pytest.mark.parametrize(("script", "case"), [(script, case) for script, cases in CASES.items() for case in cases])
 def test_bad_input_is_one_clear_line(bad_files, refused, script, case):
-    changes, part = CASES[script][case]
+    changes = CASES[script][case]
     line = refused(script, **changes)
-    assert part in line, line
+    names = [part for item in changes.items() for part in item if isinstance(part, str)]
+    assert any(part in line for part in ([THE_MATTER[case]] if case in THE_MATTER else names)), line
 
 
 @pytest.mark.parametrize(
     ("script", "content", "part"),
     [
         ("run_clm", "a: [\n", 'bad.yaml", line 2'),
-        (
-            "run_clm",
-            "memory_limit: 1GiB\nmax_steps: 1\nmemory_limit: 2GiB\n",
-            "the key 'memory_limit' appears twice; keep one in \"bad.yaml\", line 3",
-        ),
-        ("run_clm", "max_steps: true\n", "--max_steps/--max-steps: invalid int value: 'True'"),
-        ("run_clm_no_trainer", "do_train: true\n", "['--do_train=True']"),
+        ("run_clm", "memory_limit: 1GiB\nmax_steps: 1\nmemory_limit: 2GiB\n", 'keep one in "bad.yaml", line 3'),
+        ("run_clm", "max_steps: true\n", "--max_steps"),
+        ("run_clm_no_trainer", "do_train: true\n", "--do_train"),
     ],
 )
 def test_bad_file_of_arguments_is_one_clear_line(tmp_path, refused, script, content, part):

@@ -45,10 +45,7 @@ def test_single_layout_is_read_by_torch_alone_and_not_converted_back(tmp_path):
     assert not missing.unexpected_keys and set(missing.missing_keys) <= {"lm_head.weight", "transformer.wte.weight"}
     its.load_state_dict(torch.load(tmp_path / "single" / "optimizer.bin", weights_only=True))
     assert_equal(model, optimizer, again, its)
-    with pytest.raises(
-        CheckpointError,
-        match=r"are stored by the parameters' positions, .* load the checkpoint in the training script",
-    ):
+    with pytest.raises(CheckpointError, match="are stored by the parameters' positions"):
         convert(tmp_path / "single", tmp_path / "whole", to=Target.WHOLE)
     assert not (tmp_path / "whole").exists()
 

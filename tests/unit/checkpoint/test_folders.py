@@ -131,9 +131,7 @@ def test_links_are_followed_and_unwritable_or_current_folders_are_refused(tmp_pa
     with pytest.raises(CheckpointError, match=r"cannot be written .*; give a folder that is writable"):
         prepare_staging(tmp_path / "file" / "checkpoint-1")
     monkeypatch.chdir(folder)
-    with pytest.raises(
-        ValueError, match=r"cannot replace .*, this program's working directory; give a folder inside it"
-    ):
+    with pytest.raises(ValueError, match=r"cannot replace .*, this program's working directory"):
         small(folder, ".")
 
 

@@ -41,9 +41,7 @@ def test_failure_in_the_background_is_raised_once_by_wait(tmp_path, monkeypatch)
     )
     with writer.new(tmp_path / "checkpoint-2"):
         pass
-    with pytest.raises(
-        CheckpointError, match=r"could not be written on rank 0 \(OSError: .* No space left\); the previous checkpoint"
-    ):
+    with pytest.raises(CheckpointError, match=r"could not be written on rank 0 \(OSError: .* No space left\)"):
         writer.wait()
     writer.wait()
     assert last_checkpoint(tmp_path).name == "checkpoint-1"

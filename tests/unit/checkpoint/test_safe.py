@@ -182,7 +182,5 @@ def test_folder_without_states_names_what_it_lacks(tmp_path):
     with pytest.raises(CheckpointError, match="holds no optimizer state"):
         read_optimizer(find_optimizer(tmp_path))
     model, optimizer = trained(steps=0)
-    with pytest.raises(
-        CheckpointError, match=r"has no weights \(pytorch_model_fsdp_0/, pytorch_model_fsdp.bin, model.safetensors"
-    ):
+    with pytest.raises(CheckpointError, match=r"has no weights \(pytorch_model_fsdp_0/"):
         load_loop(tmp_path, model, optimizer, others={})

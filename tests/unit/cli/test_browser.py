@@ -11,7 +11,6 @@ import time
 import urllib.request
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import pairwise
 from urllib.error import URLError
 
 import pytest
@@ -153,52 +152,6 @@ def answered(address, browser):
     yield at
     for page in pages:
         page.close()
-
-
-def box(page, name: str) -> dict[str, float]:
-    return page.locator(f"#{name}").bounding_box()
-
-
-@pytest.mark.slow
-def test_button_and_answer_are_in_one_window_and_texts_come_before_what_ifs(answered, address):
-    page = answered(1280, 800)
-    page.goto(address)
-    form = page.locator("#ask").bounding_box()
-    assert form["y"] + form["height"] <= 800, "the form as it opens"
-    page.click("#or_config button")
-    page.locator("#config textarea").fill(QUESTION.config)
-    fill(page, QUESTION)
-    page.click("#or_config button")
-    page.click("#ask")
-    page.wait_for_selector("#comparison table", timeout=PATIENCE_MS)
-    button, figures = box(page, "ask"), page.locator("#plan .figures").bounding_box()
-    assert page.evaluate("scrollY") == 0 and button["y"] + button["height"] <= 800 and figures["y"] <= 200
-    shown = [
-        box(page, name)
-        for name in ("plan", "chart", "comparison", "script", "launch", "command", "what-ifs", "what-if")
-    ]
-    gaps = [below["y"] - above["y"] - above["height"] for above, below in pairwise(shown)]
-    assert all(0 <= gap <= 20 for gap in gaps), gaps
-    assert shown[0]["y"] <= box(page, "model")["y"] + 20, "nothing is left free above the answer"
-
-
-@pytest.mark.slow
-def test_page_of_a_phone_shows_whole_tables_and_chart(answered):
-    page = answered(390, 844)
-    page.locator("#limit input[type=range]").press("ArrowLeft")
-    page.wait_for_selector("#what-if table", timeout=PATIENCE_MS)
-    assert page.evaluate("document.documentElement.scrollWidth") == 390
-    column, image = box(page, "plan"), page.locator("#chart img").bounding_box()
-    assert image["width"] == column["width"] >= 320
-    natural = page.locator("#chart img").evaluate("image => image.decode().then(() => image.naturalWidth)")
-    assert natural < 500, "drawn for the narrow page, so that its text is not reduced to a third"
-    cut = "all => all.filter(e => e.scrollWidth > e.clientWidth).length"
-    assert page.locator(".osdp").evaluate_all(cut) == 0
-    layouts = page.locator("#plan td[data-name=layout]")
-    assert layouts.count() >= 3
-    for layout in layouts.all():
-        place = layout.bounding_box()
-        assert place["x"] >= 0 and place["x"] + place["width"] <= 390 and layout.inner_text()
 
 
 @pytest.mark.slow

@@ -63,9 +63,7 @@ def test_number_of_launcher_is_digits_alone(monkeypatch):
     assert number("RANK", 3) == 3
     for text in ("", "-1", "1.0", "x", "9" * 5000, "²"):
         monkeypatch.setenv("RANK", text)
-        with pytest.raises(
-            ValueError, match=r"RANK=.* is not a whole number of at least 0; let the launcher set it"
-        ) as caught:
+        with pytest.raises(ValueError, match=r"RANK=.* is not a whole number of at least 0") as caught:
             number("RANK")
         assert len(str(caught.value)) < 150
     monkeypatch.setenv("RANK", "12")

@@ -113,9 +113,7 @@ def divide_weights(folder) -> None:
 def test_trainer_refuses_a_damaged_path_takes_the_one_before_and_names_changes(tmp_path, caplog):
     planned(tmp_path, save_total_limit=2).train()
     (tmp_path / "checkpoint-4" / "model.safetensors").unlink()
-    with pytest.raises(
-        CheckpointError, match=r"checkpoint-4 is damaged: model.safetensors is missing; use an earlier checkpoint"
-    ):
+    with pytest.raises(CheckpointError, match=r"checkpoint-4 is damaged: model.safetensors is missing"):
         planned(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     again = planned(tmp_path)
     again.train(resume_from_checkpoint=True)
@@ -133,10 +131,7 @@ def test_trainer_refuses_a_damaged_path_takes_the_one_before_and_names_changes(t
         "this run has seed 2, precision bf16, dataset of 16 rows (" in lines[0]
         and "To continue it, use the saved settings." in lines[0]
     )
-    with pytest.raises(
-        ValueError,
-        match=r"No valid checkpoint found in output directory \(.*\); leave resume_from_checkpoint out to begin",
-    ):
+    with pytest.raises(ValueError, match=r"No valid checkpoint found in output directory \(.*\)"):
         planned(tmp_path / "empty").train(resume_from_checkpoint=True)
 
 
@@ -170,14 +165,10 @@ def test_save_state_follows_accelerates_own_naming(tmp_path):
     assert counter.value == 2
     accelerator.load_state(strict=True)  # for load_state_dict of one process
     for call, folder in ((accelerator.save_state, None), (accelerator.load_state, saved(tmp_path / "shards"))):
-        with pytest.raises(
-            ValueError, match="state would ignore strict, tag with this run or this checkpoint; leave it out"
-        ):
+        with pytest.raises(ValueError, match="state would ignore strict, tag with this run"):
             call(folder, strict=True, tag=1)
     counter.value = Counter(1)  # could be written, and never read again
-    with pytest.raises(
-        CheckpointError, match="The state of Counter, registered for checkpointing, holds more than tensors and plain"
-    ):
+    with pytest.raises(CheckpointError, match="The state of Counter, registered for checkpointing"):
         accelerator.save_state()
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("checkpoint_*")) == [
         "checkpoint_2",

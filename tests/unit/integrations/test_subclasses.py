@@ -88,9 +88,7 @@ def test_osdp_is_an_option_of_subclasses_whether_they_know_it_or_not(tmp_path):
 
 
 def test_subclass_with_our_trainer_first_is_refused_by_name():
-    with pytest.raises(
-        TypeError, match=r"Wrong lists hf_osdp's Trainer before Scaled, .* write class Wrong\(Scaled, Trainer\)"
-    ):
+    with pytest.raises(TypeError, match="Wrong lists hf_osdp's Trainer before Scaled"):
         type("Wrong", (hf_osdp.Trainer, Scaled), {})
 
 

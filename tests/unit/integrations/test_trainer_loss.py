@@ -197,10 +197,7 @@ def test_micro_batch_size_that_the_user_set_averages_means_of_samples(tmp_path, 
 def test_micro_batch_size_is_refused_where_a_part_of_the_loss_would_be_multiplied(tmp_path):
     osdp = OSDPConfig(hardware="cpu", compare=False, micro_batch_size=1)
     args = arguments(tmp_path)
-    with pytest.raises(
-        ValueError,
-        match="so micro_batch_size=1 would train something else than the 2 samples of the arguments; leave it",
-    ):
+    with pytest.raises(ValueError, match="so micro_batch_size=1 would train something else than the 2 samples"):
         hf_osdp.Trainer(model=mixtral(output_router_logits=True), args=args, train_dataset=rows(), osdp=osdp)
 
 

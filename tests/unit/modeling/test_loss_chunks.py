@@ -265,10 +265,7 @@ def test_changes_in_place_that_the_loss_would_miss_are_refused(change):
         return causal_loss(logits, labels, vocab_size)
 
     chunked.loss_function = loss_after
-    with pytest.raises(
-        OSDPError,
-        match=r"of the logits has no effect on a loss in chunks; write logits = logits\.\w+\(\.\.\.\), or plan",
-    ):
+    with pytest.raises(OSDPError, match="of the logits has no effect on a loss in chunks"):
         chunked(**batch())
 
 

@@ -189,10 +189,7 @@ def test_output_that_others_change_in_place_is_refused():
     recompute(block, Recomputation(saved_calls=("addmm#0",)))
     loss = block(torch.ones(3, 4, requires_grad=True)).sum()
     kept[0].detach().add_(1)
-    with pytest.raises(
-        RuntimeError,
-        match=r"output of addmm#0, which the plan saves for backward, was changed in place; .* recompute=",
-    ):
+    with pytest.raises(RuntimeError, match="output of addmm#0, which the plan saves for backward"):
         loss.backward()
 
 

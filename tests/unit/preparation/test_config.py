@@ -83,10 +83,7 @@ def test_bad_options_give_value_limit_and_remedy_in_one_line(options, parts):
     ],
 )
 def test_options_that_a_given_plan_leaves_without_effect_are_refused(options, shown):
-    with pytest.raises(
-        ValueError,
-        match=f"^plan runs a given plan as it is, so {shown} would have no effect; leave one of the two out.$",
-    ):
+    with pytest.raises(ValueError, match=f"^plan runs a given plan as it is, so {shown} would have no effect"):
         OSDPConfig(plan=Path("p.json"), **options)
 
 

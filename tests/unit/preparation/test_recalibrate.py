@@ -97,9 +97,7 @@ def test_recalibrate_returns_the_fastest_that_fits_and_tries_none_twice():
 
 
 def test_recalibrate_raises_infeasible_with_figures_where_no_plan_fits():
-    with pytest.raises(
-        InfeasibleError, match=r"fits 4.0 MiB per device: plan \w+ needed .* estimated .* Use "
-    ) as caught:
+    with pytest.raises(InfeasibleError, match=r"fits 4.0 MiB per device: plan \w+ needed .* estimated") as caught:
         run(lambda tried: Observation(steps=6, median_step_s=0.1, peak_bytes=LIMIT + 2**20))
     assert caught.value.least_peak_bytes == LIMIT + 2**20 + RESERVED
     with pytest.raises(InfeasibleError, match="needed more memory than is available"):

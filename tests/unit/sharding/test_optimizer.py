@@ -86,9 +86,7 @@ class KeepsLists(KeepsMatrices):
 
 @pytest.mark.parametrize(("cls", "said"), [(KeepsMatrices, r"\(96, 96\)"), (KeepsLists, "list")])
 def test_states_of_other_shapes_than_the_parameters_are_refused(cls, said):
-    with pytest.raises(
-        ValueError, match=f"^The memory of {cls.__name__} cannot be determined .*{said}.* for a matrix of shape"
-    ):
+    with pytest.raises(ValueError, match=f"^The memory of {cls.__name__} cannot be determined .*{said}"):
         spec_of_optimizer(cls([torch.nn.Parameter(torch.ones(2, 2))]), device_type="cpu")
 
 
