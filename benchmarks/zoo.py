@@ -245,8 +245,9 @@ well; it takes five times as long. A sample of 20 classes runs in the tests (`te
   `grouped_mm`, the default, does not support float64.
 - Norms and losses that compute in float32 whatever the dtype of the parameters compute in float64 in this comparison, or their sums would
   depend on their order in the 8th digit.
-- **Detection**: losses match boxes by their values. In the trace the boxes of a picture are matched in their order, which costs the same. Where
-  a loss cannot be traced so (D-FINE, DEIMv2), the mean of the outputs stands in its place, and a warning says so.
+- **Detection**: losses match boxes by their values. In the trace the boxes of a picture are matched in their order, which costs the same; in
+  DEIMv2, which joins the matches of all layers, a little less. Where a loss cannot be traced so, the mean of the outputs stands in its place,
+  and a warning says so.
 """  # noqa: E501
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ from ..modeling.identity import configuration_texts, dataset_text, optimizer_tex
 from ..modeling.replaced import replaced
 from ..modeling.split.names import is_split, keep_positions
 from ..preparation.plan_run import PlannedRun
-from ..sharding.optimizer import optimizer_name
+from ..sharding.optimizers import kind_of
 from .plugin import writes_shards
 
 _log = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class AcceleratorCheckpoints(Accelerator):
 
     def _settings(self) -> dict[str, str]:
         data = [dataset_text(loader.dataset) for loader in self._dataloaders if hasattr(loader, "dataset")]
-        names = [optimizer_name(optimizer) for optimizer in self._optimizers]
+        names = [kind_of(optimizer).name for optimizer in self._optimizers]
         texts = {"precision": self.mixed_precision, "optimizer": " and ".join(names), "dataset": " and ".join(data)}
         return {**self._writer.settings, **{name: str(text) for name, text in texts.items() if text}}
 

@@ -27,7 +27,7 @@ from ..modeling.replaced import replaced
 from ..planner.plan import Plan
 from ..preparation.config import OSDPConfig
 from ..preparation.plan_run import PlannedRun
-from ..sharding.optimizer import optimizer_name
+from ..sharding.optimizers import kind_of
 from .checkpoints import is_adapted, keep_whole_positions, our_state_functions
 from .plugin import writes_shards
 
@@ -213,7 +213,7 @@ class TrainerCheckpoints(transformers.Trainer):
             "seed": seed,
             "precision": self.args.mixed_precision,
             "dataset": dataset_text(self.train_dataset),
-            "optimizer": "" if self.optimizer is None else optimizer_name(self.optimizer),
+            "optimizer": "" if self.optimizer is None else kind_of(self.optimizer).name,
         }
         arguments = {name: getattr(self.args, name, None) for name in _COMPARED}
         texts |= {name: str(getattr(value, "value", value)) for name, value in arguments.items() if value is not None}

@@ -226,6 +226,9 @@ class UnitDescription:
     parameters: tuple[ParameterSpec, ...]
     shared: tuple[tuple[str, ...], ...] = ()
     """Every name of each tied parameter, for example `(("transformer.wte.weight", "lm_head.weight"),)`."""
+    ends_late: bool = False
+    """Whether no input of a unit that trains needs a gradient, as of an embedding: autograd does not tell
+    FSDP2 when the unit's backward has ended, so that it is freed and reduced at the end of the whole backward."""
 
     def __post_init__(self) -> None:
         if not self.module_names or not all(self.shared):
@@ -248,6 +251,15 @@ class UnitDescription:
     @property
     def trainable_numel(self) -> int:
         return sum(p.numel for p in self.trainable)
+
+    @property
+    def can_end_late(self) -> bool:
+        return self.span is not GatherSpan.STEP and bool(self.trainable)
+
+    @property
+    def reduced_at_end(self) -> bool:
+        """Whether the unit is freed and reduced at the end of backward."""
+        return self.ends_late or self.span is GatherSpan.STEP
 
     @property
     def keeps_dtype(self) -> bool:

@@ -17,7 +17,7 @@ from .description import GatherSpan, ModelDescription
 from .files import validated, write_whole
 from .hardware import MOST_RANKS
 from .split import WHOLE_BLOCKS, ModelSplit
-from .wire import EXACT, WireFormat
+from .training_job import EXACT
 
 PLAN_VERSION = 9
 _MOST = {"world_size": MOST_RANKS, "micro_batch_size": 2**20, "accumulation_steps": 2**20, "sequence_length": 2**30}
@@ -99,10 +99,10 @@ class Plan:
                     f"Unit {unit.label!r} is sharded over {g} ranks, which does not divide the world size {world};"
                     f" plan again for {world} processes."
                 )
-            if unit.replica_wire is not None and g == world:
+            if "replicas" in unit.formats and g == world:
                 raise PlanError(
-                    f"Unit {unit.label!r} has a replica_wire, but is sharded over all ranks, without replicas; plan"
-                    " again."
+                    f"Unit {unit.label!r} has a format for its replicas, but is sharded over all ranks, without any;"
+                    " plan again."
                 )
             if unit.fqn in seen:
                 raise PlanError(f"Unit {unit.label!r} is listed twice in the plan.")
@@ -186,9 +186,8 @@ class Plan:
 
     @property
     def communication(self) -> str:
-        """Coarsest wire format of any unit, or `exact`."""
-        sent = {wire for unit in self.units for wire in unit.wires.values()}
-        return next((wire.value for wire in reversed(WireFormat) if wire in sent), EXACT)
+        """Coarsest format in which any unit sends, or `exact`."""
+        return UnitDecision.coarsest(self.units) or EXACT
 
     @property
     def communicators(self) -> int:
@@ -330,7 +329,7 @@ def _beyond_fsdp_plan(unit: UnitDecision, accumulation_steps: int) -> str:
         "recomputes its activations": unit.activations.recomputes,
         "offloads its activations": unit.activations.offloads,
         "has collectives in two stages": unit.two_stage,
-        "is sent in fewer bits": unit.wires,
+        "is sent in fewer bits": unit.formats,
         "has its optimizer states on the host": unit.states_on_host,
         "holds whole gradients between micro-steps": accumulation_steps > 1 and not unit.reduce_every_micro_step,
     }

@@ -254,9 +254,9 @@ def rates_line(plan: Plan, description: ModelDescription, hardware: Hardware) ->
 
 def _other_arithmetic(plan: Plan) -> Iterator[str]:
     """Yield a line for each difference of the plan from exact data parallel training."""
-    if wires := {wire.value for unit in plan.units for wire in unit.wires.values()}:
-        sent = sum(bool(unit.wires) for unit in plan.units)
-        yield f"{sent} of {len(plan.units)} units send {' and '.join(sorted(wires))}: the rounding differs from exact training."  # noqa: E501
+    if formats := {form.value for unit in plan.units for form in unit.formats.values()}:
+        sent = sum(bool(unit.formats) for unit in plan.units)
+        yield f"{sent} of {len(plan.units)} units send {' and '.join(sorted(formats))}: the rounding differs from exact training."  # noqa: E501
 
 
 def batch_text(plan: Plan) -> str:

@@ -21,7 +21,7 @@ from ..errors import CheckpointingError, DescriptionError, DescriptionTimeoutErr
 from ..modeling.batch import check_sequence_length, plain_batch, with_row_length
 from ..modeling.build import build_on_meta, is_checkpointed
 from ..modeling.quantized import packed_copy, restored_elements
-from ..modeling.split_candidates import split_copy
+from ..modeling.split.apply import split_copy
 from ..modeling.units import class_of, dtype_of, embedding_and_head, find_units, large_tables, modules_by_name
 from ..modeling.wrapping import has_running_statistics
 from ..planner.affine import Affine
@@ -336,13 +336,13 @@ class _Describer:
 
     def _units_with_spans(self, trace: Trace) -> tuple[UnitDescription, ...]:
         """Gather units for the whole step if they run several times, like ALBERT's layer, or are read while they do
-        not run.
+        not run; of others that train, note which end late.
         """
         runs = Counter(segment.unit for segment in trace.segments)
         return tuple(
             replace(unit, span=GatherSpan.STEP)
             if unit.span is GatherSpan.USE and (runs[i] > 1 or i in trace.outside_reads)
-            else unit
+            else replace(unit, ends_late=i in trace.ends_late and runs[i] > 0 and unit.can_end_late)
             for i, unit in enumerate(self._units)
         )
 

@@ -18,6 +18,9 @@ Value = Callable[[torch.Tensor], torch.Tensor | None]
 """Function from a fake tensor to a real one with its values; None if they are not known."""
 
 
+_swap_tensors = torch.utils.swap_tensors
+
+
 @contextmanager
 def python_values(value: Value) -> Iterator[None]:
     """Let `tolist`, `format`, NumPy, `torch.tensor` and `torch.as_tensor` use known values inside the context.
@@ -27,9 +30,16 @@ def python_values(value: Value) -> Iterator[None]:
     """
     with (
         replaced(torch, tensor=_of_lists(torch.tensor), as_tensor=_of_lists(torch.as_tensor)),
+        replaced(torch.utils, swap_tensors=_swap),
         replaced(FakeTensor, tolist=_list_maker(value), __format__=_format, __array__=_array_maker(value)),
     ):
         yield
+
+
+def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Leave parameters of a module that moves to its own device as they are: fake ones cannot be swapped."""
+    if not isinstance(one, FakeTensor) or (one.dtype, one.device) != (other.dtype, other.device):
+        _swap_tensors(one, other)
 
 
 def _of_lists(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from ..errors import DescriptionError
 from ..modeling.activation_offload import host_memory, offload, tensors_of
 from ..modeling.batch import Inputs, loss_of, output_of, same_random_numbers, traceable
 from ..modeling.build import checkpoint_blocks
-from ..modeling.loss_chunks import chunked_heads
 from ..modeling.replaced import replaced
-from ..modeling.split.apply_split import SplitHead
+from ..modeling.split.apply import losses_of, untied_parts
 from ..modeling.units import canonical_name, modules_by_name, segment_modules
 from ..modeling.wrapping import cast_floating, recompute, under_autocast
 from ..planner.affine import Affine
@@ -104,6 +104,8 @@ class Trace(NamedTuple):
     """The CUDA attention kernels that would run, each with its first call."""
     called: frozenset[int]
     """Units of which a module ran."""
+    ends_late: frozenset[int]
+    """Units whose first call has no input that needs a gradient."""
 
 
 def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: Inputs, options: TraceOptions) -> Trace:
@@ -153,6 +155,7 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
         outside_reads=frozenset(tracer.reads.found),
         kernels=tracer.kernels,
         called=frozenset(segment.unit for segment in plain),
+        ends_late=frozenset(unit for unit, needs_gradient in tracer.first_inputs.items() if not needs_gradient),
     )
 
 
@@ -226,9 +229,7 @@ class _Tracer:
         if options.checkpointed_blocks is not None:
             checkpoint_blocks(self._fake, options.checkpointed_blocks)
         self._modules = modules_by_name(self._fake)
-        slices = [
-            part for head in self._fake.modules() if isinstance(head, SplitHead) for part in head.untie().items()
-        ]
+        untied = untied_parts(self._fake)
         self._segments = segment_modules(self._modules, units)
         """The modules whose calls are segments, with the indices of their units."""
         blocks = [(i, module) for i, module in self._segments if units[i].span is GatherSpan.USE]
@@ -237,7 +238,7 @@ class _Tracer:
         not.
         """
         unit_of = {module: i for i, module in self._segments}
-        self._segments += [(unit_of[shared], own) for own, shared in slices]
+        self._segments += [(unit_of[shared], own) for own, shared in untied]
         self._step_names = _step_names(units)
         self._trains = any(parameter.requires_grad for parameter in self._fake.parameters())
         """Whether any parameter is trainable; else no backward runs."""
@@ -249,6 +250,8 @@ class _Tracer:
         """For each unit that was not traced in the last run, the equal unit that was."""
         self.changing: set[int] = set()
         """Units whose forward changes buffers that are saved with the model, such as running statistics."""
+        self.first_inputs: dict[int, bool] = {}
+        """For each unit whether an input of its first call needs a gradient."""
         self.output_bytes: list[int] = []
         """Bytes of outputs for each batch of the last run."""
         self._recorder: Recorder
@@ -288,8 +291,8 @@ class _Tracer:
 
         for index in self._options.compiled:
             block(index).forward = self._compiler.compile(block(index).forward, recomputed.get(index))
-        for head in chunked_heads(self._fake) if self._options.compiled else ():
-            head.loss.forward = self._compiler.compile(head.loss.forward)  # type: ignore[method-assign]
+        for loss in losses_of(self._fake) if self._options.compiled else ():
+            loss.forward = self._compiler.compile(loss.forward)
         for index, policy in recomputed.items():
             if index not in self._options.compiled:
                 if not policy.saved_calls:
@@ -388,6 +391,9 @@ class _Tracer:
             recorder = self._recorder
             if recorder.inside or torch._C._current_graph_task_id() != -1:
                 return original(*args, **kwargs)  # a call inside another, or recomputed in backward
+            self.first_inputs.setdefault(
+                unit, any(getattr(one, "requires_grad", False) for one in tree_leaves((args, kwargs)))
+            )
             key = (self._keys[unit], call_key(args, kwargs)) if unit in self._keys else None
             if len(calls.get(key, ())) == _TRACED_EQUAL_BLOCKS:
                 record, call = calls[key][-1]

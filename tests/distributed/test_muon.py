@@ -41,7 +41,7 @@ from hf_osdp.sharding.gradients import local
 from hf_osdp.sharding.host_states import bind_optimizer
 from hf_osdp.sharding.optimizer import spec_of_optimizer, spec_of_optimizers
 from hf_osdp.sharding.optimizer_steps import step_by_device, step_on_shards
-from hf_osdp.sharding.optimizer_trial import after_step
+from hf_osdp.sharding.optimizers.trial import after_step
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.memory_tracker import MemoryTracker
@@ -336,7 +336,7 @@ def test_what_muon_cannot_have_is_refused_in_one_line():
     job = run_job(OSDPConfig(global_batch_size=2), world_size=2, optimizer=optimizer)
     with pytest.raises(ValueError, match=r"^muon needs whole parameters at once, which host and device do not have"):
         job.asking(host_offload=True).training()
-    assert job.training().host_offload is False and not optimizer.takes_slices
+    assert job.training().host_offload is False and not optimizer.steps_parts
 
 
 @pytest.mark.parametrize(

@@ -90,13 +90,14 @@ def at_random(
     called: bool = False,
     recomputable: bool = False,
     stacks: bool = False,
+    late: bool = False,
 ) -> ModelDescription:
     """A few blocks of `kinds` kinds in runs, with arbitrary bytes and times; the root may or may not come between.
 
     `tied` adds weights that are shared by an embedding, a head, and sometimes something between; `called` the same as
     a unit that is freed between its calls. `recomputable` blocks have costs for recomputation that have nothing to do
     with their others, and can offload some of what they save, or more. `stacks` makes each parameter two matrices,
-    which more than two ranks shard along another dimension than 0.
+    which more than two ranks shard along another dimension than 0. `late` lets some units end with the root.
     """
     dice = random.Random(seed)
     units = [_unit("", GatherSpan.STEP, {"root": (dice.randint(1, 40), dice.randint(1, 20))}, DType.FLOAT32)]
@@ -137,6 +138,10 @@ def at_random(
     if dice.random() < 0.8:
         segments.append(_random_segment(dice, 0))
     segments = _with_gradients(random.Random(seed), units, segments)
+    dice_of_late = random.Random(seed)
+    for index, unit in enumerate(units) if late else ():
+        ends_late = unit.span is not GatherSpan.STEP and dice_of_late.random() < 0.3
+        units[index] = replace(unit, ends_late=ends_late)
     for index, unit in enumerate(units) if stacks else ():
         two = tuple(replace(p, shape=(2, 12, -(-p.numel // 24))) for p in unit.parameters)
         units[index] = replace(unit, parameters=two)

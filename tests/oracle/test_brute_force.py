@@ -87,8 +87,9 @@ def instance(seed: int):
         job = replace(job, offload_activations=None, recompute=job.recompute and None)
     for blocks in (4, 3, 2, 1):
         description = at_random(
-            seed, kinds=min(kinds, blocks), blocks=blocks, tied=tied, called=called, recomputable=recomputable
-        )
+            seed, kinds=min(kinds, blocks), blocks=blocks, tied=tied, called=called, recomputable=recomputable,
+            late=seed % 3 == 1,
+        )  # fmt: skip
         spaces = (
             search_spaces(problem(description, hardware, job), batch)[-1]
             for batch in batches(job, hardware.world_size)

@@ -166,9 +166,9 @@ def _peaks(description: ModelDescription, job: TrainingJob, root, terms, choices
         )
         level, buffers = level + after + reduced, buffers + reduced
         tail = of("reduce_tail", block)
-    level = level + sum(of("gradients_settled", b) for b in blocks) - root.gathered
+    level = level + sum(of("gradients_settled", b) for b in blocks) - root.gathered - root.joined
     moment(level + root.reduce_input)
-    level = level + root.gradients_after + root.gradients_settled - root.unsharded_gradients
+    level = level + root.left_at_end
     moment(level + root.reduce_input + root.last_gradient + max(root.reduced_after, root.reduce_output))
     scratch = [of("step_scratch", b) for b in blocks]
     loop = job.optimizer.step is OptimizerStep.FOR_LOOP

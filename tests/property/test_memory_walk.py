@@ -47,6 +47,8 @@ class Sums:
         self.bytes = [replace(terms, saved=terms.saved + more) for terms, more in zip(own, held, strict=True)]
         self.whole = [i for i, span in enumerate(spans) if span is GatherSpan.STEP]
         self.passing = [i for i, span in enumerate(spans) if span is not GatherSpan.STEP and i in self.where]
+        self.late = [i for i in self.passing if description.units[i].ends_late]
+        self.at_end = sorted([*self.whole, *self.late])
         self.first = {unit: self.where.index(unit) for unit in self.passing}
         self.ahead = [0 if unit is None else self.units[unit].prefetched for unit in gathered_ahead(description)]
 
@@ -102,7 +104,10 @@ class Sums:
         whole = sum(
             p.numel * self.job.precision.gathered_dtype(p).itemsize for u, p in parameters if self.comes(u, p.name) > i
         )
-        reduced = sum(self.units[u].gradients_after for u in self.passing if self.first[u] > i)
+        done = [u for u in self.passing if self.first[u] > i]
+        reduced = sum(
+            self.units[u].unsharded_gradients if u in self.late else self.units[u].gradients_after for u in done
+        )
         return (
             whole
             + reduced
@@ -119,17 +124,19 @@ class Sums:
         return min((i for i in stretches if i >= traced), default=max(stretches))
 
     def merging(self, i: int) -> int:
-        """The sum of a parameter's gradients, in the segment that backward reaches last."""
+        """The sum of a parameter's gradients, in each segment of a unit but the one that backward reaches first."""
         unit = self.where[i]
-        return merged_gradients(self.description.units[unit], self.job) if self.where.index(unit) == i else 0
+        adds = unit in self.where[i + 1 :] or self.where.count(unit) == 1
+        return merged_gradients(self.description.units[unit], self.job) if adds else 0
 
     def backward(self) -> Iterator[tuple]:
         for i in reversed(range(len(self.where))):
             unit, terms = self.where[i], self.units[self.where[i]]
-            done = [u for u in self.passing if self.first[u] > i]
+            done = [u for u in self.passing if self.first[u] > i and u not in self.late]
+            waits = [u for u in self.late if self.first[u] > i]
             tail = self.units[min(done, key=self.first.__getitem__)].reduce_tail if done else 0
             buffers = sum(self.units[u].reduced_after for u in done)
-            there = self.gathered([u for u in self.passing if self.first[u] <= i], self.whole)
+            there = self.gathered([u for u in self.passing if self.first[u] <= i], [*self.whole, *waits])
             level = dict(activations=self.saved(i + 1), gradients=self.gradients(i))
             own = 0
             if unit not in self.whole:
@@ -143,7 +150,7 @@ class Sums:
                 )
             level["activations"] += self.bytes[i].backward_peak + self.merging(i)
             yield self.moment("backward", unit, gathered=there + own + self.ahead[i], buffers=buffers + tail, **level)
-            if unit not in self.whole and self.first[unit] == i:
+            if unit not in self.at_end and self.first[unit] == i:
                 left = dict(gathered=there - terms.kept + self.ahead[i])
                 waiting = terms.waiting_gradients if unit in self.where[i + 1 :] else 0
                 saved, gradients = self.saved(i) + self.bytes[i].gradient, self.gradients(i) - waiting
@@ -158,9 +165,10 @@ class Sums:
                 )  # fmt: skip
 
     def finish(self) -> Iterator[tuple]:
-        settled = sum(self.units[u].gradients_after + self.units[u].gradients_settled for u in self.passing)
-        for place, unit in enumerate(self.whole):
-            reduced, waiting = self.whole[:place], self.whole[place:]
+        before = [u for u in self.passing if u not in self.late]
+        settled = sum(self.units[u].gradients_after + self.units[u].gradients_settled for u in before)
+        for place, unit in enumerate(self.at_end):
+            reduced, waiting = self.at_end[:place], self.at_end[place:]
             terms = self.units[unit]
 
             def gradients(reduced: list[int], waiting: list[int]) -> int:
@@ -168,9 +176,11 @@ class Sums:
                 return settled + shards + sum(self.units[u].unsharded_gradients for u in waiting)
 
             level = dict(activations=0, gathered=self.gathered([], waiting[1:]))
-            buffers = sum(self.units[u].reduced_after for u in (*self.passing, *reduced)) + terms.reduce_input
+            buffers = sum(self.units[u].reduced_after for u in (*before, *reduced)) + terms.reduce_input
             filled = buffers + terms.reduce_copy
-            yield self.moment("reduce", unit, gradients=gradients(reduced, waiting), buffers=filled, **level)
+            yield self.moment(
+                "reduce", unit, gradients=gradients(reduced, waiting) - terms.joined, buffers=filled, **level
+            )
             more = terms.reduced_after + terms.reduce_work
             yield self.moment(
                 "reduce", unit, gradients=gradients([*reduced, unit], waiting[1:]), buffers=buffers + more, **level
@@ -178,7 +188,7 @@ class Sums:
         scratch = [unit.step_scratch for unit in self.units]
         highest = max(scratch) if self.job.optimizer.step is OptimizerStep.FOR_LOOP else sum(scratch)
         highest = max(highest, *(unit.states_passing for unit in self.units))
-        shards = sum(self.units[u].gradients_after + self.units[u].gradients_settled for u in self.whole)
+        shards = sum(self.units[u].gradients_after + self.units[u].gradients_settled for u in self.at_end)
         yield self.moment(
             "optimizer step", None, gathered=0, activations=0, gradients=settled + shards, buffers=highest
         )
@@ -230,12 +240,20 @@ def without_root(description: ModelDescription) -> ModelDescription:
     batches,
     st.sampled_from(["", "tied", "called", "rootless"]),
     st.booleans(),
+    st.booleans(),
     few=120,
     many=10_000,
 )
-def test_each_moment_is_the_sum_of_what_is_there(seed, world_size, job, batch, kind, stacks):
+def test_each_moment_is_the_sum_of_what_is_there(seed, world_size, job, batch, kind, stacks, late):
     description = at_random(
-        seed, kinds=2, blocks=4, recomputable=True, tied=kind == "tied", called=kind == "called", stacks=stacks
+        seed,
+        kinds=2,
+        blocks=4,
+        recomputable=True,
+        tied=kind == "tied",
+        called=kind == "called",
+        stacks=stacks,
+        late=late,
     )
     description = without_root(description) if kind == "rootless" else description
     description = replace(

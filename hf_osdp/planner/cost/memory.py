@@ -216,12 +216,15 @@ def first_uses(description: ModelDescription) -> dict[int, int]:
 
 
 def merging_segments(description: ModelDescription, job: TrainingJob) -> dict[int, int]:
-    """Return the bytes of the sum of a shared parameter's gradients, by the unit's first segment, which backward
-    reaches last.
+    """Return the bytes of the sum of a shared parameter's gradients, by segment: each call of the unit adds its own,
+    but for the last, whose backward comes first.
     """
-    first, units = first_uses(description), enumerate(description.units)
-    several = ((i, unit) for i, unit in units if i in first and (unit.shared or unit.span is GatherSpan.CALLS))
-    return {first[i]: nbytes for i, unit in several if (nbytes := merged_gradients(unit, job))}
+    found: dict[int, int] = {}
+    for number, unit in enumerate(description.units):
+        calls = [index for index, segment in enumerate(description.segments) if segment.unit == number]
+        if nbytes := merged_gradients(unit, job):
+            found |= dict.fromkeys(calls[:-1] or calls, nbytes)
+    return found
 
 
 def gathered_ahead(description: ModelDescription) -> tuple[int | None, ...]:
@@ -259,6 +262,7 @@ class _Walk:
         self.description, self.units, self.segments, self.job = description, units, segments, job
         self.first_use = first_uses(description)
         self.whole_step = [i for i, unit in enumerate(description.units) if unit.span is GatherSpan.STEP]
+        self.at_end = [i for i, unit in enumerate(description.units) if unit.reduced_at_end]
         self.merging, self.ahead = merging_segments(description, job), gathered_ahead(description)
         self.arriving = gradients_arriving(description, job)
         self.found: list[tuple[str, str, dict[str, int]]] = []
@@ -338,7 +342,11 @@ class _Walk:
                 self._add(gradients=0 if number in waiting else unit.waiting_gradients)
                 waiting.add(number)
                 continue
-            self._add(gathered=-unit.kept, gradients=-unit.waiting_gradients if number in waiting else 0)
+            self._add(gradients=-unit.waiting_gradients if number in waiting else 0)
+            if number in self.at_end:
+                self._add(gathered=own, gradients=unit.unsharded_gradients)
+                continue
+            self._add(gathered=-unit.kept)
             self._reduce(
                 "backward: reduce",
                 number,
@@ -365,12 +373,12 @@ class _Walk:
 
     def _finish(self) -> None:
         """Record the last reductions and the optimizer step."""
-        running = {segment.unit for segment in self.description.segments} - set(self.whole_step)
+        running = {segment.unit for segment in self.description.segments} - set(self.at_end)
         self._add(gradients=sum(self.units[i].gradients_settled for i in running))
-        for number in self.whole_step:
+        for number in self.at_end:
             unit = self.units[number]
-            self._add(gathered=-unit.gathered)
-            self._reduce("reduce", number, unit.gradients_after + unit.gradients_settled - unit.unsharded_gradients)
+            self._add(gathered=-unit.gathered, gradients=-unit.joined)
+            self._reduce("reduce", number, unit.left_at_end)
         self.level["buffers"] = 0
         scratch = combined_scratch(self.job, [unit.step_scratch for unit in self.units])
         self._moment("optimizer step", None, buffers=max(scratch, *(unit.states_passing for unit in self.units), 0))

@@ -8,14 +8,14 @@ from operator import attrgetter
 from typing import TypeVar
 
 from ...errors import HardwareError
-from ..decision import Batch, UnitLayout
+from ..decision import LAYOUT_FIELDS, Batch, UnitLayout
 from ..description import DType, GatherSpan, ModelDescription, ParameterSpec, UnitDescription, shard_dim
 from ..hardware import Collective, Hardware, HostSpec
 from ..training_job import OptimizerSpec, OptimizerStep, TrainingJob
 from .collectives import messages, sharded_seconds, unit_collective_seconds
 
 T = TypeVar("T")
-layout_key = attrgetter(*(name for name in UnitLayout.__slots__ if name != "activations"))
+layout_key = attrgetter(*(name for name in LAYOUT_FIELDS if name != "activations"))
 """The fields of a layout that change the terms of its unit."""
 
 
@@ -49,6 +49,9 @@ class UnitBytes:
     """Temporaries of the copy out of the gather's buffer: parameters that are not sharded along dimension 0."""
     unsharded_gradients: int
     """Gradients from autograd, before they are reduced or added to held whole gradients."""
+    joined: int = 0
+    """The part of `unsharded_gradients` that is added to held whole gradients before a reduction at the end of
+    backward."""
     reduce_input: int
     """Input buffer of the reduce-scatter."""
     reduce_copy: int = 0
@@ -92,6 +95,11 @@ class UnitBytes:
         return self.reduce_stage + self.last_gradient + max(0, self.reduce_output - self.reduced_after)
 
     @property
+    def left_at_end(self) -> int:
+        """Change of the gradients' bytes in a reduction at the end of backward."""
+        return self.gradients_after + self.gradients_settled - self.unsharded_gradients + self.joined
+
+    @property
     def prefetched(self) -> int:
         """Bytes of the unit's prefetched gather, which overlaps the backward of another unit; 0 if parameters are
         kept.
@@ -128,7 +136,11 @@ def shape_ids(units: Sequence[UnitDescription]) -> tuple[int, ...]:
     """
     known: dict[tuple[object, ...], int] = {}
     keys = (
-        (unit.span, tuple((p.shape, p.dtype, p.requires_grad, p.keeps_dtype, p.is_embedding) for p in unit.parameters))
+        (
+            unit.span,
+            unit.ends_late,
+            tuple((p.shape, p.dtype, p.requires_grad, p.keeps_dtype, p.is_embedding) for p in unit.parameters),
+        )
         for unit in units
     )
     return tuple(known.setdefault(key, len(known)) for key in keys)
@@ -184,16 +196,19 @@ def unit_bytes(
     output = reduced if copies and (recast or accumulates or layout.on_host) else 0
     if layout.on_host and recast:  # cast on the device, then copied to the host
         output += sum(shards)
-    if holds:  # all whole gradients but those in loop variables are freed before the output is allocated
-        last = _nbytes(in_loops, precision.reduced_dtype)
+    # while units are reduced at the end, gradients of the others are shards
+    joins = holds and not unit.reduced_at_end
+    last, copy = (
+        _nbytes(ps, precision.reduced_dtype if holds else precision.gathered_dtype) for ps in (in_loops, copied)
+    )
+    if joins:  # all whole gradients but those in loop variables are freed before the output is allocated
         output = max(0, reduced + (gradients if recast else 0) + last - whole)
     kept_back = reduced if g < world_size and (recast or layout.on_host) else 0
     states = sum(job.optimizer.state_bytes(p, g) for p in trainable)
     scratch = 0 if layout.on_host else _step_scratch(shards, job)
     matrix = 0 if layout.on_host else max((job.optimizer.matrix_scratch(p, g) for p in trainable), default=0)
     # held gradients are freed when they are reduced: only the excess of `kept_back` over them counts
-    beside = max(0, kept_back + gradients - whole) if holds else kept_back
-    joins_whole = holds and unit.span is not GatherSpan.STEP
+    beside = max(0, kept_back + gradients - whole) if joins else kept_back
     return UnitBytes(
         parameters=0 if layout.on_host else sum(p.sharded_bytes(g) for p in unit.parameters),
         optimizer=0 if layout.on_host or layout.states_on_host else states,
@@ -205,12 +220,13 @@ def unit_bytes(
         gather_buffer=gathered if g > 1 else 0,
         cast_buffer=_cast_buffer(unit, layout, job) if copies else 0,
         copy_out=_nbytes(_copied(unit.parameters, g), precision.gathered_dtype),
-        unsharded_gradients=0 if joins_whole else unsharded,
+        unsharded_gradients=0 if joins else unsharded,
+        joined=unsharded if holds and not joins else 0,
         waiting_gradients=unsharded if unit.span is GatherSpan.CALLS else 0,
         reduce_input=scatter_input if copies else 0,
-        reduce_copy=_nbytes(copied, precision.reduced_dtype if joins_whole else precision.gathered_dtype),
+        reduce_copy=copy,
         reduce_stage=_reduce_stage(unit, layout, world_size, job, reduced),
-        last_gradient=0 if joins_whole else _nbytes(in_loops, precision.gathered_dtype),
+        last_gradient=0 if joins else last,
         reduce_tail=scatter_input if copies or beside_host else 0,
         reduce_output=output,
         kept=0 if layout.reshard_after_forward else gathered,

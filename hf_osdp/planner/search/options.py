@@ -146,6 +146,8 @@ class UnitGroup:
     """Indices in forward order."""
     options: tuple[Option, ...]
     """Options that are not dominated, in the order of backward."""
+    ends_late: bool = False
+    """Whether they are freed and reduced at the end of backward; such a group has one unit."""
     prefetches: bool = False
     """Whether another unit is gathered while the backward of this part's first unit computes."""
 

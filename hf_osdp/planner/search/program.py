@@ -176,7 +176,8 @@ class Program(IntegerModel):
             if (pattern := self._patterns.get(part.group.units)) is not None:
                 self._constrain_classes(part, pattern, level, min(least_tail, *_tails(part)))
             level = self._constrain_group(part, level, ahead, tail)
-            if isinstance(self._timeline.parts[index], UnitGroup):  # a later call reduces nothing
+            if isinstance(self._timeline.parts[index], UnitGroup) and not part.group.ends_late:
+                # a later call reduces nothing
                 least_tail, most = _tails(part)
                 tail = least_tail if least_tail == most else part.of_first(lambda o: o.bytes.reduce_tail)
         running = {part.unit for part in self._parts if isinstance(part, RootSegment)}
@@ -303,13 +304,15 @@ class Program(IntegerModel):
         """Constrain the last reductions, of units gathered for the whole step, one by one; then level + optimizer
         scratch ≤ limit.
         """
-        running = [self._groups[group] for group in self._timeline.parts if isinstance(group, UnitGroup)]
-        reduced = self._sum([*running, *self._whole_step], lambda o: o.bytes.reduced_after)
+        groups = [self._groups[group] for group in self._timeline.parts if isinstance(group, UnitGroup)]
+        running = [own for own in groups if not own.group.ends_late]
+        reduced = self._sum([*groups, *self._whole_step], lambda o: o.bytes.reduced_after)
         level = level + self._sum(running, lambda o: o.bytes.gradients_settled)
-        for own in self._whole_step:
-            level = level - own.total(lambda o: o.bytes.gathered)
+        late = [own for own in groups if own.group.ends_late]
+        for own in sorted([*late, *self._whole_step], key=lambda own: own.group.units):  # in FSDP2's order
+            level = level - own.total(lambda o: o.bytes.gathered + o.bytes.joined)
             self._fits(level + own.total(lambda o: o.bytes.reduce_input + o.bytes.reduce_copy))
-            level = level + own.total(_reduced_at_the_end)
+            level = level + own.total(lambda o: o.bytes.left_at_end + o.bytes.reduced_after)
             self._fits(level + own.total(lambda o: o.bytes.reduce_input + o.bytes.reduce_work))
         level = level - reduced
         if self._job.optimizer.step is not OptimizerStep.FOR_LOOP:
@@ -326,9 +329,3 @@ def _tails(part: GroupCounts) -> tuple[int, int]:
     """
     tails = [option.bytes.reduce_tail for option in part.group.options]
     return min(tails), max(tails)
-
-
-def _reduced_at_the_end(option: Option) -> int:
-    """Return the change of the level when the gradients of a unit that is gathered for the whole step are reduced."""
-    terms = option.bytes
-    return terms.gradients_after + terms.gradients_settled - terms.unsharded_gradients + terms.reduced_after

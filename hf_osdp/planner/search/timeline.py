@@ -12,11 +12,10 @@ from ...errors import OSDPError
 from ..cost.memory import SegmentBytes, gathered_ahead, merging_segments, resident_bytes
 from ..cost.timing import UnitTimer
 from ..cost.units import gradients_arriving, once_per_shape, shape_ids, unit_bytes
-from ..decision import Batch, UnitLayout, meshes_of
+from ..decision import Batch, Space, UnitLayout, meshes_of
 from ..description import Activations, GatherSpan, Recomputation
 from ..problem import PlanningProblem
 from .options import LaterCall, Option, Part, RootSegment, Timeline, UnitGroup, undominated
-from .strategies import Space
 
 SHORT_ROW = 8
 """Longest row of equal units that is searched unit by unit; in a longer row only the first and the last unit are."""
@@ -158,6 +157,9 @@ class BatchCosts:
             later[-1] = replace(later[-1], left_by_backward=waiting)
         costs = self._segment_bytes(indices[0], layout.activations, others)
         after = terms.gradients_after + terms.reduced_after
+        if self.problem.description.units[unit].ends_late:
+            left = terms.gathered + terms.unsharded_gradients - waiting
+            return replace(first, left_by_backward=left, later=tuple(later))
         reduced = costs.gradient - costs.saved - terms.kept - waiting + terms.reduce_input
         highest = reduced + max(terms.unsharded_gradients + terms.reduce_copy, after + terms.reduce_work)
         return replace(first, left_by_backward=after - waiting, reduce_peak=highest, later=tuple(later))
@@ -209,7 +211,8 @@ def _parts(costs: BatchCosts, space: Space, others: _Others) -> Iterator[Part]:
     def row_key(index: int) -> object:
         unit = units[index]
         in_row = unit not in whole_step and costs.calls[unit][0] == index
-        return (costs.kinds[index], space[unit]) if in_row else index
+        alone = index if costs.problem.description.units[unit].ends_late else None
+        return (costs.kinds[index], space[unit], alone) if in_row else index
 
     for key, grouped in itertools.groupby(range(len(units)), row_key):
         first, *rest = row = list(grouped)
@@ -218,7 +221,9 @@ def _parts(costs: BatchCosts, space: Space, others: _Others) -> Iterator[Part]:
             options = costs.options(unit, space[unit], others)
             for part in [[index] for index in row] if len(row) <= SHORT_ROW else ([first], rest[:-1], rest[-1:]):
                 members = tuple(units[index] for index in part)
-                yield UnitGroup(units=members, options=options, prefetches=costs.ahead[part[0]] is not None)
+                ends_late = costs.problem.description.units[unit].ends_late
+                prefetches = costs.ahead[part[0]] is not None
+                yield UnitGroup(units=members, options=options, ends_late=ends_late, prefetches=prefetches)
         elif unit in whole_step:
             yield costs.root_segment(first, others)
         else:

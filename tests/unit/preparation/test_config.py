@@ -10,7 +10,8 @@ import pytest
 
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import Strategy
-from hf_osdp.planner.wire import EXACT, WireFormat
+from hf_osdp.planner.training_job import EXACT
+from hf_osdp.planner.wire import WireFormat
 from hf_osdp.preparation.config import OSDPConfig, merged_config, option_texts
 
 

@@ -143,9 +143,15 @@ def test_made_up_batch_runs_for_real(name):
     assert model(**training_batch(model, length)(2)).loss.isfinite()
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(["YolosForObjectDetection", "RTDetrForObjectDetection"], daily=["YolosForObjectDetection"])
-)
+DETECTION = {
+    "YolosForObjectDetection": 1e-4,
+    "RTDetrForObjectDetection": 1e-4,
+    "DFineForObjectDetection": 1e-4,
+    "Deimv2ForObjectDetection": 0.05,  # how many queries its loss matches depends on their values
+}
+
+
+@pytest.mark.parametrize("name", slow_but(DETECTION, daily=["YolosForObjectDetection"]))
 def test_loss_of_detection_is_traced_with_its_boxes(name, caplog):
     model = built(name).float()
     boxes = {"class_labels": torch.tensor([1, 0]), "boxes": torch.tensor([[0.5, 0.5, 0.4, 0.3], [0.3, 0.6, 0.2, 0.2]])}
@@ -159,4 +165,6 @@ def test_loss_of_detection_is_traced_with_its_boxes(name, caplog):
     with MemoryTracker(block_bytes=1) as real:
         loss = model.train()(**batch).loss
     assert loss.requires_grad and loss.isfinite()
-    assert sum(segment.saved_bytes(2) for segment in segments) == pytest.approx(real.current_bytes, rel=1e-4)
+    assert sum(segment.saved_bytes(2) for segment in segments) == pytest.approx(
+        real.current_bytes, rel=DETECTION[name]
+    )

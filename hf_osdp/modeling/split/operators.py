@@ -10,9 +10,10 @@ from torch import nn
 
 from ...errors import OSDPError
 from ...planner.split import OperatorSplit
+from ..parts import canonical_name
 from .deferred_logits import Change, DefersLogits, arguments_of, defer_logits
 from .modules import SplitEmbedding, SplitLinear, SplitOperator, VocabularySlice, is_conv1d
-from .names import canonical_name, keep_names
+from .names import keep_names
 
 
 class SplitHead(DefersLogits, SplitLinear):
@@ -26,7 +27,7 @@ class SplitHead(DefersLogits, SplitLinear):
 
     def __init__(self, source: nn.Module, slices: int) -> None:
         super().__init__(source, slices)
-        self.pieces = slices
+        self.chunks = slices
 
     def tie(self, source: nn.Embedding) -> SplitEmbedding:
         """Return the embedding that uses this head's slices.
