@@ -30,6 +30,7 @@ _ESTIMATES = {
     "proven_optimal": False,
     "gap": None,
     "simplified": "",
+    "proven_simplest": None,
 }
 _NAMES = {"model_name": "", "hardware": "", "devices_per_node": None}
 
@@ -70,6 +71,9 @@ class Plan:
     """Share of the step by which a faster plan of the space may be shorter at most, as the search proved."""
     simplified: str = ""
     """What the fastest plan would have gained, if a simpler one was taken (`OSDPConfig.simplicity`)."""
+    proven_simplest: bool | None = None
+    """Whether the search proved that no plan near the fastest is simpler, and none as simple is faster; None if it did
+    not look for a simple plan."""
     hardware: str = ""
     devices_per_node: int | None = None
     """Ranks per node; the plan's groups follow the nodes."""

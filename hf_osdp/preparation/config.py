@@ -61,8 +61,8 @@ class OSDPConfig(Decisions):
     """Share of the limit that the plan leaves free; default: 0.02 and 128 MiB on CUDA, whose allocator holds more than
     tensors, and 0 on the CPU.
     """
-    simplicity: float = 0.0
-    """Share of a step's time that a simpler plan may cost, such as 0.01; 0 takes the fastest.
+    simplicity: float = 0.01
+    """Share of a step's time that a simpler plan may cost; 0 takes the fastest.
 
     Among the plans within the share, the planner takes the one of fewest different layouts, groups of ranks and uses
     of the host, and states what the fastest plan would have gained.

@@ -217,15 +217,23 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None =
         )
         lines.append(f"Gradients are reduced {every}.")
     lines += _other_arithmetic(plan)
+    return (*lines, *_proof(plan))
+
+
+def _proof(plan: Plan) -> Iterator[str]:
+    """Yield what the search proved, and what a simpler plan than the fastest costs."""
     proof = "no plan of the search space is faster under this limit"
     if plan.simplified:
-        lines.append(f"Simpler than the fastest plan: {plan.simplified}.")
-        proof = "no plan near the fastest is simpler, and none as simple is faster"
+        yield f"Simpler than the fastest plan: {plan.simplified}."
+        proof = "no plan of the search space is faster than the fastest found"
     if plan.strategy == "osdp" and not plan.proven_optimal and plan.gap is not None:
         proof = f"{proof} by more than {100 * plan.gap:.2g} %"
+    if plan.simplified and plan.proven_simplest:
+        proof = f"{proof}, none near it is simpler than this one, and none as simple is faster"
     if plan.strategy == "osdp" and (plan.proven_optimal or plan.gap is not None):
-        lines.append(f"Proven: {proof}, by the cost model (docs/planner.md has its equations).")
-    return tuple(lines)
+        yield f"Proven: {proof}, by the cost model (docs/planner.md has its equations)."
+    if plan.proven_simplest is False:
+        yield "Not proven: that no plan near the fastest is simpler, or as simple and faster."
 
 
 def _rates(plan: Plan, step_s: float) -> str:

@@ -19,7 +19,7 @@ from ..problem import PlanningProblem, Strategy
 from .options import Option, Timeline
 from .program import Program
 from .solver import Solution, any_within
-from .strategies import batches, search_spaces
+from .strategies import Space, batches, search_spaces
 from .timeline import BatchCosts, build_timeline
 
 UNLIMITED = 2**60
@@ -38,7 +38,13 @@ class Candidate:
 
     problem: PlanningProblem
     batch: Batch
+    space: Space
     timeline: Timeline
+
+    @cached_property
+    def alike(self) -> Timeline:
+        """The timeline with the layouts that plans of few parts may take; see `BatchCosts`."""
+        return build_timeline(BatchCosts(self.problem, self.batch, alike=True), self.space)
 
     @cached_property
     def least_s(self) -> float:
@@ -81,13 +87,9 @@ class Candidate:
         """Return a plan's peak without the memory that every plan takes outside tensors."""
         return self.memory(layouts).on(self.problem.hardware) - self.problem.hardware.unavoidable_bytes
 
-    def quickest(self, limit_bytes: int, most_parts: int | None = None) -> Solution | None:
-        """Return the plan of each unit's fastest option if it fits and has at most so many parts, else None. It needs
-        no solver.
-        """
+    def quickest(self, limit_bytes: int) -> Solution | None:
+        """Return the plan of each unit's fastest option if it fits, else None. It needs no solver."""
         layouts = self._each(lambda o: (o.seconds, o.stays))
-        if most_parts is not None and len(self.timeline.plan_parts(layouts)) > most_parts:
-            return None
         return (
             Solution(layouts=layouts, objective=self.least_s, bound=self.least_s)
             if self._fit(layouts, limit_bytes)
@@ -151,7 +153,7 @@ def all_candidates(problem: PlanningProblem, *, smallest_first: bool = False) ->
     for batch in list(batches(problem.job, problem.hardware.world_size))[::order]:
         costs = _batch_costs(replace(problem, strategy=Strategy.OSDP, memory_limit_bytes=1), batch)
         for space in search_spaces(problem, batch):
-            yield Candidate(problem=problem, batch=batch, timeline=build_timeline(costs, space))
+            yield Candidate(problem=problem, batch=batch, space=space, timeline=build_timeline(costs, space))
 
 
 @lru_cache(maxsize=32)
