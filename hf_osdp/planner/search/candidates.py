@@ -13,13 +13,13 @@ from ...errors import HardwareError, OSDPError
 from ...quantities import format_bytes
 from ..cost.memory import MemoryEstimate, SegmentBytes, estimate_memory, peak_of_terms
 from ..cost.units import UnitBytes
-from ..decision import Batch, UnitLayout
+from ..decision import Batch, Space, UnitLayout
 from ..description import Activations
 from ..problem import PlanningProblem, Strategy
 from .options import Option, Timeline
 from .program import Program
 from .solver import Solution, any_within
-from .strategies import Space, batches, search_spaces
+from .strategies import batches, search_spaces
 from .timeline import BatchCosts, build_timeline
 
 UNLIMITED = 2**60
