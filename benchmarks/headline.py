@@ -156,7 +156,7 @@ def no_device() -> str:
 def estimate_real_sizes(options: argparse.Namespace, sections: list, console: Console) -> tuple[str, list[str]]:
     """Estimate the real sizes."""
     from hf_osdp.modeling.build import build_on_meta
-    from hf_osdp.modeling.split_candidates import possible_splits
+    from hf_osdp.modeling.split.candidates import possible_splits
     from hf_osdp.tracing.describe import describe
 
     _quiet()

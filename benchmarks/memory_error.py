@@ -39,7 +39,7 @@ from torch import nn
 from transformers.utils import logging
 
 from hf_osdp.modeling.build import build_on_meta
-from hf_osdp.modeling.split_candidates import possible_splits
+from hf_osdp.modeling.split.candidates import possible_splits
 from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import Activations, ModelDescription

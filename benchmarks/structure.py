@@ -1,9 +1,10 @@
-"""Measure the structure of `hf_osdp/`: lines, statements, files, upward imports, import cycles, and files that run
-before `fully_shard`.
+"""Measure the structure of `hf_osdp/`: lines, statements, files, upward imports, import cycles, files that name each
+feature, and files that run before `fully_shard`.
 
     python benchmarks/structure.py            # a table
     python benchmarks/structure.py --json     # the same as JSON
 
+A file names a feature if a word of its code or of its messages matches; comments and docstrings do not count.
 Cycles and upward imports are those between modules; imports inside functions count, imports for type checkers do not.
 The files that run are found by running `Trainer(osdp=True)` with a tiny model on two ranks until the first call of
 `fully_shard`.
@@ -13,12 +14,15 @@ from __future__ import annotations
 
 import argparse
 import ast
+import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import tempfile
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +42,25 @@ LAYERS = (
     ("cli", "run"),
 )
 """Packages from the lowest to the highest, as in pyproject.toml's import contract."""
+
+FEATURES = {
+    "operators in slices": r"slices|sliced|slice_|operatorsplit|splitoperator",
+    "loss in chunks": r"loss_?chunk|chunk(ed)?_?(loss|head)|sumofchunks|sumoflosses",
+    "wire formats": r"wire|codec",
+    "compiled blocks": r"compiled_classes|compile_forward|compiledforward|tracedcompiler|is_compiled|leaves_compiled|"
+    r"notcompiled|compile_s\b|compilation",
+    "Muon": r"muon|newton",
+    "8- and 4-bit optimizers": r"low_bit|adamw\w*[48]_?bit|bitsandbytes|torchao|bnb",
+    "offloading": r"offload|on_host|host_states",
+}
+"""Words of each feature."""
+OTHER_REASONS = {
+    "operators in slices": {"tracing/known_values.py"},
+    "8- and 4-bit optimizers": {
+        "cli/options.py", "modeling/quantized.py", "preparation/cache.py", "preparation/model_key.py",
+    },
+}  # fmt: skip
+"""Files that use these words for something else: slices of tensors, quantized weights, names of packages."""
 
 
 def modules() -> dict[str, Path]:
@@ -114,6 +137,29 @@ def import_cycles(graph: dict[str, set[str]]) -> list[list[str]]:
         if name not in index:
             visit(name)
     return found
+
+
+def words_of(path: Path) -> str:
+    """Return a file's code and messages, without comments and docstrings."""
+    text = path.read_text(encoding="utf-8")
+    expressions = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr))
+    documented = {
+        line
+        for one in expressions
+        if isinstance(one, ast.Constant) and isinstance(one.value, str)
+        for line in range(one.lineno, (one.end_lineno or one.lineno) + 1)
+    }
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return " ".join(
+        token.string for token in tokens if token.type != tokenize.COMMENT and token.start[0] not in documented
+    )
+
+
+def files_naming(feature: str) -> list[str]:
+    """Return the files of the package that name a feature."""
+    words, package = re.compile(FEATURES[feature], re.IGNORECASE), ROOT / "hf_osdp"
+    found = (str(path.relative_to(package)) for path in sorted(modules().values()) if words.search(words_of(path)))
+    return [name for name in found if name not in OTHER_REASONS.get(feature, ())]
 
 
 def executed_files() -> list[str]:
@@ -218,6 +264,7 @@ def measure() -> dict[str, object]:
         "upward_imports": upward_imports(graph),
         "import_cycles": import_cycles(graph),
         "files_naming_fsdp2s_insides": sum("_fully_shard" in path.read_text("utf-8") for path in known.values()),
+        "files_naming": {feature: files_naming(feature) for feature in FEATURES},
         "files_executed": len(before),
         "files_before_fully_shard": before,
     }
@@ -235,6 +282,8 @@ def main() -> None:
     if options.json:
         print(json.dumps(found, indent=1))
         return None
+    for feature, files in found.pop("files_naming").items():
+        print(f"{len(files):3} files name {feature}:", *files)
     for name, value in found.items():
         if name == "files_before_fully_shard":
             print("files that run before fully_shard:", *value, sep="\n  ")

@@ -34,7 +34,8 @@ from benchmarks.optimizer_seeds import is_outside, show  # noqa: E402
 from hf_osdp import OptimalShardedDataParallel, OSDPConfig  # noqa: E402
 from hf_osdp.planner.hardware import Hardware, Link  # noqa: E402
 from hf_osdp.planner.presets import preset  # noqa: E402
-from hf_osdp.planner.wire import EXACT, WireFormat  # noqa: E402
+from hf_osdp.planner.training_job import EXACT  # noqa: E402
+from hf_osdp.planner.wire import WireFormat  # noqa: E402
 
 MODELS = ("gpt2", "bert")
 COMMUNICATIONS = (EXACT, *(wire.value for wire in WireFormat))

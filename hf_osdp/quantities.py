@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _UNIT_BYTES = {
@@ -85,3 +86,12 @@ def format_count(count: int | float) -> str:
         if abs(count) >= limit:
             return f"{count / limit:.1f}{suffix}"
     return f"{count:.0f}"
+
+
+def check_numbers(value: object, *names: str, above_zero: bool = False) -> None:
+    """Raise a ValueError unless these fields are finite and at least 0, or above 0."""
+    for name in names:
+        number = getattr(value, name)
+        if not (0 < number < math.inf if above_zero else 0 <= number < math.inf):
+            least = "above" if above_zero else "at least"
+            raise ValueError(f"{type(value).__name__}.{name}={number} must be finite and {least} 0.")

@@ -24,7 +24,7 @@ from ..distributed.process_group import all_gather_objects
 from ..errors import CheckpointError
 from ..planner.files import validated, write_whole
 from ..planner.plan import Plan
-from ..planner.wire import EXACT
+from ..planner.training_job import EXACT
 from ..reading import read_json
 from .folders import (
     MANIFEST_NAME,

@@ -28,10 +28,10 @@ from ..distributed.mesh import rank
 from ..distributed.process_group import gloo_group
 from ..errors import CheckpointError
 from ..modeling.identity import optimizer_texts
-from ..modeling.split.names import split_names
+from ..modeling.split.names import whole_parameters
 from ..modeling.units import canonical_name
 from ..sharding.gradients import local
-from ..sharding.optimizer import optimizer_name
+from ..sharding.optimizers import kind_of
 from ..sharding.state import (
     check_states,
     free_gathered,
@@ -81,7 +81,7 @@ def save_model(
     names = set(weights)
     if trainable_only:
         names = {canonical_name(name) for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-        names |= {whole.name for whole in split_names(model).values() if whole.parts[0] in names}
+        names |= {whole.name for whole in whole_parameters(model).values() if whole.parts[0] in names}
     state = {
         name: value.detach() if torch.is_tensor(value) else value for name, value in weights.items() if name in names
     }
@@ -288,7 +288,7 @@ def save_loop(
     others: Mapping[str, Stateful], progress: Mapping[str, Any], sharded: bool,
 ) -> None:  # fmt: skip
     """Write a plain loop's checkpoint; arguments and errors are as for `stage_loop`. Collective."""
-    with writer.new(folder, optimizer=optimizer_name(optimizer)) as staging:
+    with writer.new(folder, optimizer=kind_of(optimizer).name) as staging:
         stage_loop(staging, model, optimizer, others=others, progress=progress, sharded=sharded)
 
 
@@ -337,7 +337,7 @@ def load_loop(
     rest = on_rank_zero(read_rest)
     run = writer or CheckpointWriter()
     run.settings = {**optimizer_texts(optimizer), **run.settings}  # as given: loading replaces them
-    warn_of_changes(folder, {**run.settings, "optimizer": optimizer_name(optimizer)}, run.plan)
+    warn_of_changes(folder, {**run.settings, "optimizer": kind_of(optimizer).name}, run.plan)
     load_model(folder, model)
     load_optimizer(folder, model, optimizer)
     for name, owner in others.items():

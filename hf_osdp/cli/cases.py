@@ -19,7 +19,7 @@ from ..errors import InfeasibleError, OSDPError, Price, Remedy, nearest
 from ..modeling.catalogue import find_shape, shape_names
 from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware
-from ..planner.optimizers import MUON, spec_of_name
+from ..planner.optimizers import NEED_MODEL, spec_of_name
 from ..planner.presets import assumed_host, preset, preset_names
 from ..planner.profile import Profile, with_block_times
 from ..planner.training_job import OptimizerSpec, Precision, TrainingJob
@@ -65,7 +65,7 @@ class Case:
         """
         request, hardware, limit = self.request, self.hardware, self.limit_bytes
         self.check_model()
-        if request.optimizer.lower() != MUON:
+        if request.optimizer.lower() not in NEED_MODEL:
             _ = self.training
         if hardware.tensor_bytes(limit) <= 0:
             least, free = hardware.limit_for(hardware.unavoidable_bytes), limit - hardware.room_bytes(limit)
@@ -93,12 +93,12 @@ class Case:
 
     @cached_property
     def optimizer(self) -> OptimizerSpec:
-        """What the requested optimizer holds; Muon's matrices are those of the model."""
-        if self.request.optimizer.lower() != MUON:
+        """What the requested optimizer holds."""
+        if (name := self.request.optimizer.lower()) not in NEED_MODEL:
             return spec_of_name(self.request.optimizer, device_type=self.device_type)
-        from ..sharding.optimizer import spec_of_muon_beside_adamw
+        from ..sharding.optimizers import OF_MODEL
 
-        return spec_of_muon_beside_adamw(self.model, device_type=self.device_type)
+        return OF_MODEL[name](self.model, device_type=self.device_type)
 
     @cached_property
     def profile(self) -> Profile | None:

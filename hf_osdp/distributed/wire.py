@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,9 @@ from torch.nn.functional import pad
 
 from ..errors import OSDPError
 from ..planner.hardware import Collective
-from ..planner.wire import HADAMARD_SIZE, PIECE_ELEMENTS, WireFormat
-from .collectives import BackendTransport, ReduceOp, Works, announced
+from ..planner.wire import HADAMARD_SIZE, PIECE_ELEMENTS, WireFormat, Wires
+from .collectives import BackendTransport, ReduceOp, Transport, Works, announced
+from .fsdp_internals import UnitGroup
 
 _LARGEST_CODE = {WireFormat.INT8: 127, WireFormat.INT4: 7}
 """The largest code; codes are symmetric around 0."""
@@ -213,3 +215,26 @@ class Replicas:
             with announced(Collective.ALL_REDUCE, self.group, tensor):
                 self.transport.all_reduce(tensor, options.reduceOp, self.group)
         return Works((), held=())
+
+
+def transports(decision: Wires, plain: BackendTransport) -> list[Transport | None]:
+    """Return what replaces the plain transport in a unit's gathers and reductions; None leaves it."""
+    wires = decision.gather_wire, decision.reduce_wire
+    return [None if wire is None else WireTransport(plain, wire) for wire in wires]
+
+
+def encode_replicas(group: UnitGroup, decision: Wires, plain: BackendTransport) -> None:
+    """Let a unit's replicas all-reduce in the format of its decision."""
+    if decision.replica_wire is not None:
+        info: Any = group.mesh_info
+        transport = WireTransport(plain, decision.replica_wire)
+        info.replicate_process_group = Replicas(group=info.replicate_process_group, transport=transport)
+
+
+def wires_of(group: UnitGroup) -> Wires:
+    """Return the formats that a unit's collectives really use."""
+    sent = [getattr(collective, "between", None) for collective in group.collectives]
+    replicas = getattr(group.mesh_info, "replicate_process_group", None)
+    gather, reduce = (one.wire if isinstance(one, WireTransport) else None for one in sent)
+    replica = replicas.transport.wire if isinstance(replicas, Replicas) else None
+    return Wires(gather_wire=gather, reduce_wire=reduce, replica_wire=replica)

@@ -37,8 +37,9 @@ from ..sharding.apply import apply_plan, verify_applied
 from ..sharding.environment import form_process_group, move_to_device, mp_policy, prepare_model, training_device
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
 from ..sharding.host_states import bind_optimizer
-from ..sharding.optimizer import optimizer_name, spec_of_optimizer
+from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import prepare_new_optimizers
+from ..sharding.optimizers import kind_of
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.steps import micro_step
 
@@ -277,7 +278,7 @@ class OptimalShardedDataParallel(nn.Module):
             )
         self._writer.in_background = in_background
         others = _stateful(scheduler, scaler)
-        with self._writer.new(path, optimizer=optimizer_name(optimizer)) as staging:
+        with self._writer.new(path, optimizer=kind_of(optimizer).name) as staging:
             stage_loop(staging, self.module, optimizer, others=others, progress=progress or {}, sharded=sharded)
 
     def wait_for_checkpoint(self) -> None:

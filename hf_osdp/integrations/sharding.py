@@ -12,15 +12,14 @@ from ..distributed.mesh import world_size
 from ..preparation.plan_run import PlannedRun
 from ..sharding.apply import apply_plan, refuse_hooks, verify_applied
 from ..sharding.environment import apply_tied, move_to_device
-from ..sharding.optimizer import needs_whole, unwrapped
 from ..sharding.optimizer_steps import (
     parameter_names,
     rebind_parameters,
     release_parameters,
     step_by_device,
     step_on_shards,
-    steps_shards,
 )
+from ..sharding.optimizers import kind_of, unwrapped
 from ..sharding.state import free_gathered, load_full_state_dict
 from .plugin import OSDPPlugin, offloads
 
@@ -37,7 +36,7 @@ def shard_model(
     them. Collective.
     """
     for optimizer in optimizers:
-        needs_whole(unwrapped(optimizer))
+        kind_of(optimizer).needs_whole()  # refuses those that no plan can train
     refuse_hooks(model)
     names = parameter_names(model)
     for optimizer in optimizers:
@@ -65,9 +64,9 @@ def apply_plan_unsharded(model: nn.Module, run: PlannedRun, optimizers: Sequence
     apply_plan(model, run.plan, run.units)
     verify_applied(model, run.plan, run.units)
     for optimizer in optimizers:
-        if run.plan.split.sliced:
+        if run.plan.split.cuts_parameters:
             rebind_parameters(optimizer, names, model)
-        elif steps_shards(optimizer):
+        elif kind_of(optimizer).steps_shards:
             step_by_device(unwrapped(optimizer))
 
 

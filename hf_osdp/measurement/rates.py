@@ -27,9 +27,9 @@ from ..distributed.fsdp_internals import DefaultAllGather, DefaultReduceScatter
 from ..distributed.mesh import world_size
 from ..distributed.wire import decode, encode
 from ..planner.description import DType
-from ..planner.hardware import CodecTime, FsdpOverhead, HostSpec, WorkTime
+from ..planner.hardware import FsdpOverhead, HostSpec, WorkTime
 from ..planner.training_job import OptimizerSpec, OptimizerStep
-from ..planner.wire import WireFormat
+from ..planner.wire import CodecTime, WireFormat
 from .memory_limits import memory_of_rank
 from .timing import barrier, call_seconds, median_seconds, over_ranks, rounds, trimmed_mean, work_clock
 

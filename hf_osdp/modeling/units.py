@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -12,9 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import DescriptionError
 from ..planner.description import DType, GatherSpan, ParameterSpec, UnitDescription
-from .split.modules import SplitEmbedding
-from .split.names import CHECKPOINT_WRAPPER, slice_names
-from .split.names import canonical_name as canonical_name
+from .parts import CHECKPOINT_WRAPPER, part_names
+from .parts import canonical_name as canonical_name
 
 LEAST_SHARE = 0.02
 """Least share of a block's parameters for a child to be a unit; smaller ones, such as norms, go to the root,
@@ -100,20 +99,19 @@ def find_units(
     modules, parameters = modules_by_name(model), _names_of_parameters(model)
     ties = _find_ties(model, parameters)
     blocks = _find_blocks(model, modules, ties, block_classes)
-    slices = slice_names(model)
+    cut = part_names(model)
     parts: list[str] = []
     for block in blocks:
-        split = operators or any(_is_within(name, block) for name in slices)
+        split = operators or any(_is_within(name, block) for name in cut)
         # operators that share parameters with each other must stay together
         whole = not split or any(_inside_one(tie, [block]) for tie in ties)
-        parts += [block] if whole else _operator_names(block, modules, slices)
+        parts += [block] if whole else _operator_names(block, modules, cut)
     tied = {name for tie in ties for name in tie}
     ties = [tie for tie in ties if "" not in tie and not _inside_one(tie, blocks)]
     groups: dict[tuple[str, ...], GatherSpan] = {(name,): GatherSpan.USE for name in parts}
-    for name in slices:
-        if name not in parts:  # a tied projection uses the embedding's slices, which run for both
-            embeds = isinstance(modules[name.rpartition(".slices.")[0]], SplitEmbedding)
-            groups[(name,)] = GatherSpan.CALLS if embeds else GatherSpan.USE
+    for name, several_calls in cut.items():
+        if name not in parts:
+            groups[(name,)] = GatherSpan.CALLS if several_calls else GatherSpan.USE
     groups |= {_outermost_owners(tie, blocks): GatherSpan.STEP for tie in ties}
     grouped = {name for names in groups for name in names}
     ends = embedding_and_head(model)
@@ -176,10 +174,10 @@ def embedding_and_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | 
     return get("get_input_embeddings"), get("get_output_embeddings")
 
 
-def _operator_names(block: str, modules: dict[str, nn.Module], slices: Sequence[str]) -> list[str]:
+def _operator_names(block: str, modules: dict[str, nn.Module], cut: Collection[str]) -> list[str]:
     """Return the units of a split block, in the model's order; the root holds the block's other parameters.
 
-    A child with at least `LEAST_SHARE` of the block's parameters is a unit. Lists, and modules that contain slices,
+    A child with at least `LEAST_SHARE` of the block's parameters is a unit. Lists, and modules that contain parts,
     are searched further.
     """
     least = LEAST_SHARE * _numel(modules[block])
@@ -187,8 +185,8 @@ def _operator_names(block: str, modules: dict[str, nn.Module], slices: Sequence[
 
     def visit(name: str) -> None:
         module = modules[name]
-        inside = any(other.startswith(f"{name}.") for other in slices)
-        if name in slices:
+        inside = any(other.startswith(f"{name}.") for other in cut)
+        if name in cut:
             found.append(name)
         elif name == block or inside or isinstance(module, (nn.ModuleList, nn.Sequential)):
             for child in module._modules:

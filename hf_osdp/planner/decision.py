@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from ..reading import problem_of_text
 from .description import Activations, GatherSpan, shown_name
-from .wire import WireFormat
+from .wire import Message as Message
+from .wire import Wires
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnitLayout:
+class UnitLayout(Wires):
     """All decisions for one unit, which is sharded over `shard_size` ranks and replicated over the rest of the
     world.
     """
@@ -33,12 +34,6 @@ class UnitLayout:
     """Parameters, gradients and optimizer states are in host memory, and the host runs the optimizer step."""
     states_on_host: bool = False
     """Only optimizer states are in host memory; they are copied to the device for the unit's step."""
-    gather_wire: WireFormat | None = None
-    """Format of parameters in all-gathers, in two stages only between nodes; None sends exact values."""
-    reduce_wire: WireFormat | None = None
-    """Format of gradients in reduce-scatters, in two stages only between nodes; None sends exact values."""
-    replica_wire: WireFormat | None = None
-    """Format of gradients in the all-reduce between replicas; None sends exact values."""
 
     def __post_init__(self) -> None:
         if self.shard_size < 1:
@@ -51,18 +46,7 @@ class UnitLayout:
             raise ValueError(
                 f"stage_size={self.stage_size} must be 1, or divide shard_size={self.shard_size} and be less."
             )
-        if self.shard_size == 1 and (self.gather_wire or self.reduce_wire):
-            raise ValueError(
-                "gather_wire and reduce_wire need a sharded unit; with shard_size=1 nothing is gathered or scattered."
-            )
-        if self.gather_wire is not None and not self.gather_wire.for_parameters:
-            raise ValueError(f"gather_wire={self.gather_wire.value} is only for gradients; use int8 or bf16.")
-
-    @property
-    def wires(self) -> dict[str, WireFormat]:
-        """Formats of fewer bits, by `gather`, `reduce` and `replicas`; exact messages are left out."""
-        wires = {"gather": self.gather_wire, "reduce": self.reduce_wire, "replicas": self.replica_wire}
-        return {name: wire for name, wire in wires.items() if wire is not None}
+        self.check_formats(self.shard_size)
 
     @property
     def uses_host(self) -> bool:
@@ -88,9 +72,15 @@ class UnitLayout:
             *self.activations.describe(),
             "on host" if self.on_host else "",
             "optimizer on host" if self.states_on_host else "",
-            *(f"{name} in {wire.value}" for name, wire in self.wires.items()),
+            *(f"{name} in {form.value}" for name, form in self.formats.items()),
         ]
         return ", ".join(filter(None, parts))
+
+
+LAYOUT_FIELDS = tuple(field.name for field in fields(UnitLayout))
+
+Space = tuple[tuple[UnitLayout, ...], ...]
+"""The layouts that each unit may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +100,12 @@ class UnitDecision(UnitLayout):
     @classmethod
     def of(cls, fqn: str, layout: UnitLayout) -> UnitDecision:
         """Return a layout with its unit's name."""
-        return cls(fqn=fqn, **{name: getattr(layout, name) for name in UnitLayout.__slots__})
+        return cls(fqn=fqn, **{name: getattr(layout, name) for name in LAYOUT_FIELDS})
 
     @property
     def layout(self) -> UnitLayout:
         """The layout without the name."""
-        return UnitLayout(**{name: getattr(self, name) for name in UnitLayout.__slots__})
+        return UnitLayout(**{name: getattr(self, name) for name in LAYOUT_FIELDS})
 
     @property
     def label(self) -> str:

@@ -10,10 +10,10 @@ from fractions import Fraction
 from types import MappingProxyType
 
 from ..errors import HardwareError
-from ..quantities import format_bytes
+from ..quantities import check_numbers, format_bytes
 from .description import DType
 from .training_job import OptimizerStep
-from .wire import WireFormat
+from .wire import CodecTime, WireFormat
 
 GB = 10**9
 GIB = 2**30
@@ -249,18 +249,6 @@ to move (torch 2.13), among ranks that send nothing; NCCL's own calls come on to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodecTime:
-    """Measured seconds to encode and decode one float32 element in a wire format."""
-
-    wire: WireFormat
-    encode_s: float
-    decode_s: float
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "encode_s", "decode_s")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """Nodes of equal devices; ranks are numbered node by node."""
 
@@ -391,7 +379,7 @@ class Hardware:
         """
         return next((timing for timing in self.timings if timing.key == (collective, group_size, crosses_nodes)), None)
 
-    def codec(self, wire: WireFormat) -> CodecTime:
+    def coding_time(self, wire: WireFormat) -> CodecTime:
         """Return the time of an element in a wire format: as measured, else estimated from bytes read and written."""
         measured = next((codec for codec in self.codecs if codec.wire is wire), None)
         rate = self.device.memory_bytes_per_s
@@ -409,12 +397,3 @@ def check_margin(value: object, *, name: str = "memory_margin") -> float:
             f"{name}={value!r} must be the share of the limit that stays free, at least 0 and below 1, such as 0.06."
         )
     return float(value)
-
-
-def check_numbers(value: object, *names: str, above_zero: bool = False) -> None:
-    """Raise a ValueError unless these fields are finite and at least 0, or above 0."""
-    for name in names:
-        number = getattr(value, name)
-        if not (0 < number < math.inf if above_zero else 0 <= number < math.inf):
-            least = "above" if above_zero else "at least"
-            raise ValueError(f"{type(value).__name__}.{name}={number} must be finite and {least} 0.")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from ..errors import nearest
+from ..errors import Remedy, nearest
 from .training_job import FLOAT32_STATE, OptimizerSpec, OptimizerStep, StateFormat
 
 _REFUSED = {
@@ -20,6 +21,9 @@ _REFUSED = {
     "4bit": "holds its states in blocks that are quantized together",
 }
 """Part of an optimizer's name in lower case → why it cannot run under a plan."""
+NEEDS_WHOLE = ("adafactor", "lamb", "lars", "muon")
+"""Parts of names of optimizers that use norms, factors or products of whole parameters; a trial decides about others.
+"""
 ADVICE = "use an element-wise optimizer such as AdamW, Adam, SGD or RMSprop"
 _PAGED_ADVICE = "use the one that is not paged, or AdamW with OSDPConfig(offload_optimizer=True)"
 _LOW_BIT_ADVICE = "use torchao's AdamW8bit (optim='adamw_torch_8bit'), which quantizes each shard by itself"
@@ -38,6 +42,11 @@ LOW_BIT = {
 }
 """torchao's optimizers: codes, a float32 scale per block, and the code table. `loop_scratch` is what their steps
 allocate, compiled for the CPU (torch 2.13)."""
+SMALL_STATES = (
+    LOW_BIT["adamw8bit"],
+    Remedy("states of 8 bits (optim='adamw_torch_8bit')", "states of 8 bits (--optimizer adamw8bit)"),
+)
+"""An optimizer that holds less than AdamW, and the remedy that names it."""
 _OF_BITSANDBYTES = {
     "adam": (2, 3.0, 5.0), "ademamix": (3, 4.0, 9.3), "momentum": (1, 2.0, 2.3), "lion": (1, 3.0, 5.0),
     "rmsprop": (1, 4.0, 3.0),
@@ -95,6 +104,7 @@ TORCH_STATES = {
     "adagrad": 1,
     "rmsprop": 1,
     "adadelta": 2,
+    "asgd": 1,
 }
 """State tensors for each parameter, as `torch.optim` keeps them by default."""
 _TORCH_IN_TRAINER = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
@@ -115,6 +125,8 @@ transformers sets blocks of 256 elements; torchao's AdamW4bit has 128.
 """
 MUON = "muon"
 """torch's Muon for the matrices of a model's blocks, whose shapes only the model tells, beside AdamW for the rest."""
+NEED_MODEL = frozenset({MUON})
+"""Names of optimizers whose states only a model tells (`sharding/optimizers/`)."""
 SHORT_NAMES = {
     "adamw": OptimizerSpec(), "momentum": OptimizerSpec(name="momentum", states=1),
     "sgd": OptimizerSpec(name="sgd", states=0), **LOW_BIT, "adafactor": ADAFACTOR,
@@ -131,6 +143,21 @@ def reason_against(*names: str) -> str | None:
         return None
     advice = _PAGED_ADVICE if found[1] == "paged" else _LOW_BIT_ADVICE if "bit" in found[0] else ADVICE
     return f"{_REFUSED[found[1]]}, which a plan does not allow; {advice}"
+
+
+def upper_bound(specs: Sequence[OptimizerSpec]) -> OptimizerSpec:
+    """Return what several optimizers of one model hold at most, as if the one that holds most had all parameters.
+
+    Matrices are identified by their shapes, so that those of the same shape in another optimizer count as well.
+    """
+    most = max(specs, key=OptimizerSpec.traffic_per_element)
+    return replace(
+        most,
+        step=max(specs, key=lambda spec: (not spec.matrices, spec.traffic_per_element())).step,
+        loop_scratch=max(spec.loop_scratch for spec in specs),
+        needs_whole=any(spec.needs_whole for spec in specs),
+        matrices=tuple(sorted({shape for spec in specs for shape in spec.matrices})),
+    )
 
 
 def knows_trainer_name(name: str) -> bool:
@@ -169,7 +196,7 @@ def spec_of_name(name: str, *, device_type: str) -> OptimizerSpec:
     key = name.lower()
     if key in SHORT_NAMES:
         return SHORT_NAMES[key]
-    names = tuple(dict.fromkeys([*SHORT_NAMES, MUON, *OF_TRAINER]))
+    names = tuple(dict.fromkeys([*SHORT_NAMES, *NEED_MODEL, *OF_TRAINER]))
     if key not in OF_TRAINER and (near := nearest(key, names)) and "paged" not in key:
         raise ValueError(f"optimizer={name!r} is not known{near}; use one of {', '.join(names)}.")
     return spec_of_trainer_name(key, device_type=device_type)

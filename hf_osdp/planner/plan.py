@@ -17,7 +17,7 @@ from .description import GatherSpan, ModelDescription
 from .files import validated, write_whole
 from .hardware import MOST_RANKS
 from .split import WHOLE_BLOCKS, ModelSplit
-from .wire import EXACT, WireFormat
+from .training_job import EXACT
 
 PLAN_VERSION = 9
 _MOST = {"world_size": MOST_RANKS, "micro_batch_size": 2**20, "accumulation_steps": 2**20, "sequence_length": 2**30}
@@ -30,6 +30,7 @@ _ESTIMATES = {
     "proven_optimal": False,
     "gap": None,
     "simplified": "",
+    "proven_simplest": None,
 }
 _NAMES = {"model_name": "", "hardware": "", "devices_per_node": None}
 
@@ -70,6 +71,9 @@ class Plan:
     """Share of the step by which a faster plan of the space may be shorter at most, as the search proved."""
     simplified: str = ""
     """What the fastest plan would have gained, if a simpler one was taken (`OSDPConfig.simplicity`)."""
+    proven_simplest: bool | None = None
+    """Whether the search proved that no plan near the fastest is simpler, and none as simple is faster; None if it did
+    not look for a simple plan."""
     hardware: str = ""
     devices_per_node: int | None = None
     """Ranks per node; the plan's groups follow the nodes."""
@@ -99,10 +103,10 @@ class Plan:
                     f"Unit {unit.label!r} is sharded over {g} ranks, which does not divide the world size {world};"
                     f" plan again for {world} processes."
                 )
-            if unit.replica_wire is not None and g == world:
+            if "replicas" in unit.formats and g == world:
                 raise PlanError(
-                    f"Unit {unit.label!r} has a replica_wire, but is sharded over all ranks, without replicas; plan"
-                    " again."
+                    f"Unit {unit.label!r} has a format for its replicas, but is sharded over all ranks, without any;"
+                    " plan again."
                 )
             if unit.fqn in seen:
                 raise PlanError(f"Unit {unit.label!r} is listed twice in the plan.")
@@ -186,9 +190,8 @@ class Plan:
 
     @property
     def communication(self) -> str:
-        """Coarsest wire format of any unit, or `exact`."""
-        sent = {wire for unit in self.units for wire in unit.wires.values()}
-        return next((wire.value for wire in reversed(WireFormat) if wire in sent), EXACT)
+        """Coarsest format in which any unit sends, or `exact`."""
+        return UnitDecision.coarsest(self.units) or EXACT
 
     @property
     def communicators(self) -> int:
@@ -330,7 +333,7 @@ def _beyond_fsdp_plan(unit: UnitDecision, accumulation_steps: int) -> str:
         "recomputes its activations": unit.activations.recomputes,
         "offloads its activations": unit.activations.offloads,
         "has collectives in two stages": unit.two_stage,
-        "is sent in fewer bits": unit.wires,
+        "is sent in fewer bits": unit.formats,
         "has its optimizer states on the host": unit.states_on_host,
         "holds whole gradients between micro-steps": accumulation_steps > 1 and not unit.reduce_every_micro_step,
     }

@@ -9,12 +9,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ..errors import ProfileError
+from ..quantities import check_numbers
 from ..reading import parse_json, read_bytes
 from .affine import Affine, linear_fit
 from .cost.timing import phase_affine
 from .description import DType, ModelDescription, PhaseCost, Segment
 from .files import plain, validated, write_whole
-from .hardware import Hardware, check_numbers
+from .hardware import Hardware
 
 PROFILE_VERSION = 6
 COPIES = 3

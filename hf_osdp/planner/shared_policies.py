@@ -10,14 +10,11 @@ from .split import ModelSplit
 
 
 def without_head(split: ModelSplit, whole: ModelDescription) -> ModelSplit:
-    """Return a split without what it changes outside the blocks of the whole model: the head in slices, the loss in
-    pieces.
-    """
+    """Return a split without what it changes outside the blocks of the whole model."""
     blocks = tuple(
         f"{name}." for unit in whole.units if unit.class_name in whole.block_classes for name in unit.module_names
     )
-    inside = tuple(one for one in split.sliced if one.fqn.startswith(blocks))
-    return ModelSplit(operators=split.operators, sliced=inside)
+    return split.inside(blocks)
 
 
 def with_policies_of(base: ModelDescription, changed: ModelDescription) -> ModelDescription | None:

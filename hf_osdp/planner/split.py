@@ -80,6 +80,17 @@ class ModelSplit:
         return self == WHOLE_BLOCKS
 
     @property
+    def cuts_parameters(self) -> bool:
+        """Whether parameters of the model are replaced by parts."""
+        return bool(self.sliced)
+
+    def inside(self, names: tuple[str, ...]) -> ModelSplit:
+        """Return the split without what it changes outside of modules whose names begin so."""
+        return ModelSplit(
+            operators=self.operators, sliced=tuple(one for one in self.sliced if one.fqn.startswith(names))
+        )
+
+    @property
     def changes_modules(self) -> bool:
         """Whether the split replaces modules of the model, and not only defines other units."""
         return bool(self.sliced) or self.loss_chunks > 1

@@ -9,6 +9,8 @@ from enum import Enum
 from .description import DType, ParameterSpec
 from .wire import WireFormat
 
+EXACT = "exact"
+"""Name of communication in the original dtype."""
 _MOST_SAMPLES = 2**40
 
 
@@ -135,7 +137,7 @@ class OptimizerSpec:
     needs_whole: bool = False
     """Whether the update needs whole parameters; units with trained parameters are then replicated."""
     matrices: tuple[tuple[int, ...], ...] = ()
-    """Shapes of matrices whose update is gathered whole in bf16 if they are sharded (Muon)."""
+    """Shapes of matrices whose update each rank computes whole, gathered in bf16 if they are sharded."""
     least_quantized: int = 0
     """Parameters with fewer elements (unsharded) have their states in float32."""
     keeps_embeddings: bool = False
@@ -156,8 +158,8 @@ class OptimizerSpec:
         return self.needs_whole or bool(self.matrices)
 
     @property
-    def takes_slices(self) -> bool:
-        """Whether the update of an operator is the same in slices."""
+    def steps_parts(self) -> bool:
+        """Whether the update of an operator is the same if it is cut in parts."""
         return not self.looks_at_whole and not any(form.short_blocks for form in self.formats)
 
     def formats_of(self, parameter: ParameterSpec) -> tuple[StateFormat, ...]:
@@ -203,8 +205,8 @@ class OptimizerSpec:
         )
 
     def matrix_scratch(self, parameter: ParameterSpec, shard_size: int) -> int:
-        """Return the temporaries of Newton-Schulz in bytes: the update, and in bf16 two r x c and two r x r
-        matrices, r ≤ c.
+        """Return the temporaries of a whole update (Newton-Schulz) in bytes: the update, and in bf16 two r x c and
+        two r x r matrices, r ≤ c.
         """
         if parameter.shape not in self.matrices:
             return 0

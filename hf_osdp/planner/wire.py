@@ -1,4 +1,5 @@
-"""Formats of fewer bits for a unit's parameters and gradients on slow links: bytes, and the cost to encode and decode.
+"""Formats of fewer bits for a unit's parameters and gradients on slow links: bytes, the cost to encode and decode, and
+a layout's fields for them. `distributed/wire.py` encodes and sends, `search/wires.py` chooses.
 
     bf16    rounded to bfloat16
     int8    codes of 8 bits, with a float32 scale for each block of 256 (ZeRO++, arXiv 2306.10209)
@@ -11,12 +12,14 @@ Rounding is to the nearest, without random numbers, so that a resumed run sends 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import Enum
+
+from ..quantities import check_numbers
 
 PIECE_ELEMENTS = 2**20
 """Elements encoded or decoded at once, which bounds the temporaries."""
-EXACT = "exact"
-"""Name of communication in the original dtype."""
 HADAMARD_SIZE = 32
 """Values that `int4` rotates together."""
 
@@ -81,3 +84,102 @@ def formats_up_to(coarsest: WireFormat | None) -> tuple[WireFormat, ...]:
     """Return the formats that are allowed if the user allows `coarsest`; none for None (exact)."""
     order = tuple(WireFormat)
     return () if coarsest is None else order[: order.index(coarsest) + 1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecTime:
+    """Measured seconds to encode and decode one float32 element in a wire format."""
+
+    wire: WireFormat
+    encode_s: float
+    decode_s: float
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "encode_s", "decode_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """A tensor that the ranks of a group send in one direction, encoded or not."""
+
+    elements: int
+    """Elements of the whole tensor in the group."""
+    ranks: int
+    wire: WireFormat | None
+    """None sends exact values, without encoding and its buffers."""
+
+    @property
+    def sent_bytes(self) -> int | None:
+        """Bytes of the whole encoded tensor; None without encoding."""
+        return None if self.wire is None else self.wire.gathered_bytes(self.elements, self.ranks)
+
+    def gather_buffers(self) -> int:
+        """Return the bytes that a gather allocates beside its output: codes of all ranks, and temporaries."""
+        if self.wire is None:
+            return 0
+        part = -(-self.elements // self.ranks)
+        return self.wire.gathered_bytes(self.elements, self.ranks) + self.wire.temporary_bytes(part)
+
+    def reduce_buffers(self, *, separate_sums: bool) -> int:
+        """Return the bytes of a reduction beside input and output: codes both ways, temporaries, with `separate_sums`
+        a float32 sum.
+        """
+        if self.wire is None:
+            return 0
+        sums = 4 * -(-self.elements // self.ranks) if separate_sums else 0
+        return self.gather_buffers() + self.wire.gathered_bytes(self.elements, self.ranks) + sums
+
+    def gather_seconds(self, coding_time: Callable[[WireFormat], CodecTime]) -> float:
+        """Return the seconds to encode a rank's part and to decode all parts."""
+        if self.wire is None:
+            return 0.0
+        codec = coding_time(self.wire)
+        return self.elements * (codec.encode_s / self.ranks + codec.decode_s)
+
+    def reduce_seconds(self, coding_time: Callable[[WireFormat], CodecTime]) -> float:
+        """Return the seconds to encode the parts of other ranks, and to decode and sum the received ones."""
+        if self.wire is None:
+            return 0.0
+        codec = coding_time(self.wire)
+        return self.elements * (codec.encode_s + codec.decode_s) * (self.ranks - 1) / self.ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wires:
+    """The formats of a unit's messages; None sends exact values."""
+
+    gather_wire: WireFormat | None = None
+    """Format of parameters in all-gathers, in two stages only between nodes."""
+    reduce_wire: WireFormat | None = None
+    """Format of gradients in reduce-scatters, in two stages only between nodes."""
+    replica_wire: WireFormat | None = None
+    """Format of gradients in the all-reduce between replicas."""
+
+    def check_formats(self, shard_size: int) -> None:
+        """Raise ValueError if a message that has a format is not sent."""
+        if shard_size == 1 and (self.gather_wire or self.reduce_wire):
+            raise ValueError(
+                "gather_wire and reduce_wire need a sharded unit; with shard_size=1 nothing is gathered or scattered."
+            )
+        if self.gather_wire is not None and not self.gather_wire.for_parameters:
+            raise ValueError(f"gather_wire={self.gather_wire.value} is only for gradients; use int8 or bf16.")
+
+    @property
+    def formats(self) -> dict[str, WireFormat]:
+        """Formats of fewer bits, by `gather`, `reduce` and `replicas`; exact messages are left out."""
+        wires = {"gather": self.gather_wire, "reduce": self.reduce_wire, "replicas": self.replica_wire}
+        return {name: wire for name, wire in wires.items() if wire is not None}
+
+    @staticmethod
+    def coarsest(layouts: Iterable[Wires]) -> str | None:
+        """Return the name of the coarsest format of any unit; None if all values are exact."""
+        sent = {wire for layout in layouts for wire in layout.formats.values()}
+        return next((wire.value for wire in reversed(WireFormat) if wire in sent), None)
+
+    def messages(self, *sizes: tuple[int, int]) -> tuple[Message, ...]:
+        """Return the messages of an all-gather, a reduce-scatter and an all-reduce of these elements and ranks."""
+        wires = self.gather_wire, self.reduce_wire, self.replica_wire
+        return tuple(
+            Message(elements=elements, ranks=ranks, wire=wire)
+            for (elements, ranks), wire in zip(sizes, wires, strict=True)
+        )

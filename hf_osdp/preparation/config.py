@@ -16,8 +16,8 @@ from ..planner.hardware import Hardware, check_margin
 from ..planner.plan import Plan
 from ..planner.problem import check_simplicity
 from ..planner.profile import Profile
-from ..planner.training_job import Decisions
-from ..planner.wire import EXACT, WireFormat
+from ..planner.training_job import EXACT, Decisions
+from ..planner.wire import WireFormat, formats_up_to
 from ..quantities import parse_limit
 
 _TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -61,8 +61,8 @@ class OSDPConfig(Decisions):
     """Share of the limit that the plan leaves free; default: 0.02 and 128 MiB on CUDA, whose allocator holds more than
     tensors, and 0 on the CPU.
     """
-    simplicity: float = 0.0
-    """Share of a step's time that a simpler plan may cost, such as 0.01; 0 takes the fastest.
+    simplicity: float = 0.01
+    """Share of a step's time that a simpler plan may cost; 0 takes the fastest.
 
     Among the plans within the share, the planner takes the one of fewest different layouts, groups of ranks and uses
     of the host, and states what the fastest plan would have gained.
@@ -155,9 +155,13 @@ class OSDPConfig(Decisions):
     launcher (`torchrun --max-restarts 3`) restart all ranks with that plan, from the last complete checkpoint."""
 
     @property
-    def wire(self) -> WireFormat | None:
+    def coarsest_format(self) -> WireFormat | None:
         """The coarsest format that may be sent; None for exact communication."""
         return None if self.communication == EXACT else WireFormat(self.communication)
+
+    def allows_communication(self, name: str) -> bool:
+        """Return whether values may be sent in the format of this name."""
+        return name in (EXACT, *formats_up_to(self.coarsest_format))
 
     def __post_init__(self) -> None:
         object.__setattr__(

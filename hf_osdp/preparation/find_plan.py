@@ -28,7 +28,7 @@ from ..errors import (
 from ..measurement.block_times import TimedModel
 from ..measurement.machine import hardware_of_run
 from ..modeling.batch import training_batch
-from ..modeling.split_candidates import possible_splits
+from ..modeling.split.candidates import possible_splits
 from ..planner.description import ModelDescription
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
@@ -238,7 +238,7 @@ class ProblemBuilder:
         )  # such blocks cannot be cut into units
         splits = partial(
             possible_splits, self.model, whole.description, vocabulary=self._splits_vocabulary, operators=operators,
-            slices=job.optimizer.takes_slices,
+            parts=job.optimizer.steps_parts,
         )  # fmt: skip
         return choose_description(whole, splits, partial(self.describe, micro_batch_size=micro_batch_size)).split
 

@@ -135,7 +135,8 @@ class Job:
             decided["offload_optimizer"] = False
         training = TrainingJob(
             global_batch_size=config.global_batch_size, precision=self.precision, optimizer=optimizer,
-            holds_outputs=self.holds_outputs, clips_gradients=self.clips_gradients, communication=config.wire,
+            holds_outputs=self.holds_outputs, clips_gradients=self.clips_gradients,
+            communication=config.coarsest_format,
             **decided,
         )  # fmt: skip
         training.micro_batch_sizes(self.world_size)

@@ -19,7 +19,7 @@ from ..errors import InfeasibleError, OSDPError, PlanError, refuse_first
 from ..modeling.batch import check_inputs
 from ..modeling.build import without_checkpointing
 from ..modeling.quantized import pack
-from ..modeling.split_candidates import split_units
+from ..modeling.split.candidates import split_units
 from ..planner.description import Activations, ModelDescription, UnitDescription
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
@@ -27,7 +27,6 @@ from ..planner.problem import PlanningProblem
 from ..planner.search.compare import StrategyResult
 from ..planner.search.search import SearchResult, search
 from ..planner.training_job import OptimizerSpec
-from ..planner.wire import EXACT, WireFormat, formats_up_to
 from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
 from ..sharding.environment import uses_host
@@ -196,7 +195,7 @@ def _given(model: nn.Module, job: Job) -> PlannedRun:
             "The plan recomputes or offloads blocks, and activation checkpointing would recompute them too; switch it"
             " off, or plan again."
         )
-    check_communication(plan, config.wire)
+    check_communication(plan, config)
     inputs = peak_bytes = None
     if job.estimates_given_plan:
         if uses_host(plan):
@@ -229,23 +228,22 @@ def check_whole(plan: Plan, description: ModelDescription, optimizer: OptimizerS
     ]
     sharded = (d.label for d in decisions if d.on_host or (d.shard_size > 1 and optimizer.needs_whole))
     problem = next((f"has {label} sharded or on the host" for label in sharded), None)
-    if problem or (plan.split.sliced and not optimizer.takes_slices):
-        problem = problem or "cuts operators in slices"
+    if problem or (plan.split.cuts_parameters and not optimizer.steps_parts):
+        problem = problem or f"splits the model into {plan.split.describe()}"
         needed = "parameters" if optimizer.looks_at_whole else "operators"
         raise PlanError(
             f"{optimizer.name} needs whole {needed}, and the plan {problem}; plan again for it, or use AdamW."
         )
 
 
-def check_communication(plan: Plan, allowed: WireFormat | None) -> None:
+def check_communication(plan: Plan, config: OSDPConfig) -> None:
     """Refuse a given plan that sends a coarser format than the user allows, since that changes the rounding of
     training.
     """
     sent = plan.communication
-    if sent not in (EXACT, *formats_up_to(allowed)):
-        option = EXACT if allowed is None else allowed.value
+    if not config.allows_communication(sent):
         raise PlanError(
-            f"The plan sends parameters or gradients in {sent}, but communication={option!r}; set"
+            f"The plan sends parameters or gradients in {sent}, but communication={config.communication!r}; set"
             f" communication={sent!r} if you want that, or plan again."
         )
 

@@ -217,15 +217,23 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None =
         )
         lines.append(f"Gradients are reduced {every}.")
     lines += _other_arithmetic(plan)
+    return (*lines, *_proof(plan))
+
+
+def _proof(plan: Plan) -> Iterator[str]:
+    """Yield what the search proved, and what a simpler plan than the fastest costs."""
     proof = "no plan of the search space is faster under this limit"
     if plan.simplified:
-        lines.append(f"Simpler than the fastest plan: {plan.simplified}.")
-        proof = "no plan near the fastest is simpler, and none as simple is faster"
+        yield f"Simpler than the fastest plan: {plan.simplified}."
+        proof = "no plan of the search space is faster than the fastest found"
     if plan.strategy == "osdp" and not plan.proven_optimal and plan.gap is not None:
         proof = f"{proof} by more than {100 * plan.gap:.2g} %"
+    if plan.simplified and plan.proven_simplest:
+        proof = f"{proof}, none near it is simpler than this one, and none as simple is faster"
     if plan.strategy == "osdp" and (plan.proven_optimal or plan.gap is not None):
-        lines.append(f"Proven: {proof}, by the cost model (docs/planner.md has its equations).")
-    return tuple(lines)
+        yield f"Proven: {proof}, by the cost model (docs/planner.md has its equations)."
+    if plan.proven_simplest is False:
+        yield "Not proven: that no plan near the fastest is simpler, or as simple and faster."
 
 
 def _rates(plan: Plan, step_s: float) -> str:
@@ -254,9 +262,9 @@ def rates_line(plan: Plan, description: ModelDescription, hardware: Hardware) ->
 
 def _other_arithmetic(plan: Plan) -> Iterator[str]:
     """Yield a line for each difference of the plan from exact data parallel training."""
-    if wires := {wire.value for unit in plan.units for wire in unit.wires.values()}:
-        sent = sum(bool(unit.wires) for unit in plan.units)
-        yield f"{sent} of {len(plan.units)} units send {' and '.join(sorted(wires))}: the rounding differs from exact training."  # noqa: E501
+    if formats := {form.value for unit in plan.units for form in unit.formats.values()}:
+        sent = sum(bool(unit.formats) for unit in plan.units)
+        yield f"{sent} of {len(plan.units)} units send {' and '.join(sorted(formats))}: the rounding differs from exact training."  # noqa: E501
 
 
 def batch_text(plan: Plan) -> str:

@@ -5,7 +5,7 @@ the plan.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
@@ -19,12 +19,11 @@ from ..distributed.collectives import Stages, plain_transport, unit_collectives
 from ..distributed.consensus import require_same
 from ..distributed.fsdp_internals import AllGather, ReduceScatter, UnitGroup, owners, parameter_groups
 from ..distributed.mesh import SHARD_AXIS, Meshes, collective_device, world_size
-from ..distributed.wire import Replicas, WireTransport
+from ..distributed.wire import encode_replicas, transports, wires_of
 from ..errors import OSDPError, PlanError, PlanMismatchError
 from ..modeling.activation_offload import is_offloaded, offload
-from ..modeling.loss_chunks import chunked_heads
 from ..modeling.quantized import pack, view_in
-from ..modeling.split_candidates import apply_split
+from ..modeling.split.apply import apply_split, losses_of
 from ..modeling.units import modules_by_name, named_parameters
 from ..modeling.wrapping import compile_forward, has_running_statistics, is_compiled, recomputation_of, recompute
 from ..planner.decision import UnitDecision
@@ -85,8 +84,8 @@ def apply_plan(
     plan.check(_as_description(model, units), world_size())
     found = _find_units(model, plan, units)
     _change_forwards(found, plan.compiled_classes)
-    for head in chunked_heads(model) if plan.compiled_classes else ():
-        compile_forward(head.loss)
+    for loss in losses_of(model) if plan.compiled_classes else ():
+        compile_forward(loss)
     if not needs_process_group(plan, mp_policy):
         return model
     if uses_host(plan) and not dist.is_initialized():
@@ -177,18 +176,13 @@ def _set_collectives(module: nn.Module, decision: UnitDecision, meshes: Meshes) 
         return
     device_type = meshes.device_type
     plain = plain_transport(dist.distributed_c10d._get_default_group(), device_type)
-    if decision.replica_wire is not None:
-        transport = WireTransport(plain, decision.replica_wire)
-        for group in parameter_groups(module):
-            info: Any = group.mesh_info
-            info.replicate_process_group = Replicas(group=info.replicate_process_group, transport=transport)
+    for group in parameter_groups(module):
+        encode_replicas(group, decision, plain)
     if decision.shard_size == 1:  # a replicated unit neither gathers nor scatters
         return
-    wires = decision.gather_wire, decision.reduce_wire
-    transports = [None if wire is None else WireTransport(plain, wire) for wire in wires]
     stages = meshes.stages(decision.shard_size, decision.stage_size) if decision.two_stage else None
     gather, scatter = unit_collectives(
-        meshes.mesh(decision.shard_size).get_group(SHARD_AXIS), device_type, stages, *transports
+        meshes.mesh(decision.shard_size).get_group(SHARD_AXIS), device_type, stages, *transports(decision, plain)
     )
     module.set_custom_all_gather(gather)
     module.set_custom_reduce_scatter(scatter)
@@ -356,16 +350,12 @@ def _managed_names(unit: UnitDescription) -> set[str]:
 
 
 def _read_collectives(group: UnitGroup) -> dict[str, Any]:
-    """Return the ranks per node of a parameter group's two-stage collectives (1 if in one stage), and its wire
-    formats.
-    """
-    mesh = group.mesh_info.mesh
-    shards, replicas = mesh.get_group(mesh.ndim - 1), getattr(group.mesh_info, "replicate_process_group", None)
-    gather, scatter = group.collectives
-    sent = (getattr(collective, "between", None) for collective in (gather, scatter))
-    wires = [transport if isinstance(transport, WireTransport) else None for transport in sent]
+    """Return the ranks per node of a parameter group's two-stage collectives (1 if in one stage), and its formats."""
+    mesh, sent = group.mesh_info.mesh, wires_of(group)
+    shards, (gather, scatter) = mesh.get_group(mesh.ndim - 1), group.collectives
     stages = getattr(gather, "stages", None)
-    planned = unit_collectives(shards, mesh.device_type, stages, *wires)
+    plain = plain_transport(shards, mesh.device_type)
+    planned = unit_collectives(shards, mesh.device_type, stages, *transports(sent, plain))
     reaches_all = stages is None or shards.size() == stages.between.size() * stages.within.size()
     if shards.size() > 1 and not (
         reaches_all and (_kind(gather), _kind(scatter)) == (_kind(planned[0]), _kind(planned[1]))
@@ -375,12 +365,7 @@ def _read_collectives(group: UnitGroup) -> dict[str, Any]:
             " uses;"
             " apply the plan to a fresh model and do not change its collectives afterwards."
         )
-    return {
-        "stage_size": 1 if stages is None else stages.within.size(),
-        "gather_wire": wires[0].wire if wires[0] else None,
-        "reduce_wire": wires[1].wire if wires[1] else None,
-        "replica_wire": replicas.transport.wire if isinstance(replicas, Replicas) else None,
-    }
+    return {"stage_size": 1 if stages is None else stages.within.size(), **asdict(sent)}
 
 
 def _kind(collective: AllGather | ReduceScatter) -> tuple[type, Stages | None]:

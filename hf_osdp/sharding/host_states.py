@@ -21,20 +21,17 @@ from ..modeling.units import named_parameters
 from ..planner.description import UnitDescription
 from ..planner.plan import Plan
 from .gradients import local
-from .optimizer import low_bit_spec, unwrapped
 from .optimizer_steps import interceptor_of, refuse_closure, step_parts
+from .optimizers import kind_of, unwrapped
 
 
 def reason_against_unit_steps(optimizer: torch.optim.Optimizer) -> str | None:
     """Return why an optimizer cannot step unit by unit; None if it can, which needs all its state to be kept for
     each parameter.
     """
-    optimizer = unwrapped(optimizer)
-    if f"{type(optimizer).__module__}.".startswith(("torch.optim.", "transformers.", "bitsandbytes.")) or low_bit_spec(
-        optimizer
-    ):
+    if f"{type(unwrapped(optimizer)).__module__}.".startswith(kind_of(optimizer).packages):
         return None
-    return f"{type(optimizer).__name__} may keep state that all its parameters share"
+    return f"{type(unwrapped(optimizer)).__name__} may keep state that all its parameters share"
 
 
 def bind_optimizer(

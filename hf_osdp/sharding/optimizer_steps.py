@@ -16,14 +16,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..distributed.mesh import world_size
 from ..errors import OSDPError
-from ..modeling.split.names import keep_positions, split_names
+from ..modeling.split.names import keep_positions, whole_parameters
 from ..modeling.step_hooks import before_step
 from ..modeling.units import canonical_name, named_parameters
-from .bitsandbytes import in_float32, is_bitsandbytes, quantize_as_whole, spec_of_bitsandbytes
 from .environment import host_parameters
 from .gradients import local, shard_size
-from .muon import is_muon, step_sharded
-from .optimizer import ELEMENT_WISE, check_optimizer, unwrapped
+from .optimizer import check_optimizer
+from .optimizers import kind_of, unwrapped
+from .optimizers.kind import Kind
 
 _FUSED_ON_HOST = (torch.optim.Adam, torch.optim.AdamW)
 """Torch's optimizers whose fused step supports shards on the CPU; its fused SGD and Adagrad do not support sharded
@@ -77,7 +77,7 @@ def rebind_parameters(
     release_parameters(optimizer, old_names)
     named = named_parameters(model)
     new = {name: [parameter] for name, parameter in named.items()}
-    new |= {name: [named[part] for part in whole.parts] for name, whole in split_names(model).items()}
+    new |= {name: [named[part] for part in whole.parts] for name, whole in whole_parameters(model).items()}
     if missing := [name for group in optimizer.param_groups for name in group["params"] if name not in new]:
         raise OSDPError(
             f"The sharded model has no parameter {missing[0]!r} ({len(missing)} missing), which the optimizer updates."
@@ -97,14 +97,14 @@ def step_on_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     inner = unwrapped(optimizer)
     check_optimizer(inner, _split_or_on_host(model))
     step_by_device(inner, host_parameters(model))
-    if split_names(model):
+    if whole_parameters(model):
         keep_positions(inner, model)
 
 
 def _split_or_on_host(model: nn.Module) -> list[nn.Parameter]:
     """Return parameters that are on the host, or slices of a whole parameter."""
     named = named_parameters(model)
-    return host_parameters(model) + [named[part] for whole in split_names(model).values() for part in whole.parts]
+    return host_parameters(model) + [named[part] for whole in whole_parameters(model).values() for part in whole.parts]
 
 
 def step_by_device(optimizer: torch.optim.Optimizer, host: Iterable[nn.Parameter] = ()) -> None:
@@ -117,9 +117,9 @@ def step_by_device(optimizer: torch.optim.Optimizer, host: Iterable[nn.Parameter
     second call replaces the first.
 
     An optimizer that is not torch's own steps the local shards as plain tensors, and its states are plain tensors of
-    their shapes: other packages' kernels do not support DTensors (torchao's, compiled for one rank's shard, fail on
-    another's if rows are uneven). Shards of torch's Muon are stepped after the others (`muon.py`). Hooks that are
-    registered later run before ours.
+    their shapes: other packages' kernels do not support DTensors (some, compiled for one rank's shard, fail on
+    another's if rows are uneven). Shards whose update needs a gather are stepped after the others
+    (`Kind.step_gathered`). Hooks that are registered later run before ours.
     """
     interceptor_of(optimizer).host = {id(parameter) for parameter in host}
 
@@ -139,8 +139,8 @@ def prepare_new_optimizers(model: nn.Module, bind: Callable[[nn.Module, torch.op
             return
         if world_size() > 1 or partial:
             check_optimizer(optimizer, partial)
-        elif is_bitsandbytes(optimizer):
-            spec_of_bitsandbytes(optimizer)  # refuses options that our step does not support
+        else:
+            kind_of(optimizer).known()  # refuses options that no step supports
         if not interceptor_of(optimizer).host:
             step_by_device(optimizer, host)
         if (owner := of()) is not None:
@@ -175,22 +175,21 @@ class _Interceptor:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[None]:
         """Step groups of one kind of parameters; then restore the optimizer's own groups and states."""
-        whole, plain = optimizer.param_groups, in_float32(optimizer)
+        whole, kind = optimizer.param_groups, kind_of(optimizer)
         stand_ins: list[tuple[Any, nn.Parameter]] = []
         gathered: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
-        parts = [self._split(optimizer, group, stand_ins, gathered) for group in whole]
+        parts = [self._split(kind, group, stand_ins, gathered) for group in whole]
         if stand_ins or gathered:
             refuse_closure(optimizer, args, kwargs)
         # other packages step with torch.compile, which refuses to run under a dispatch mode such as a FLOP counter
-        compiles = steps_shards(optimizer) and not type(optimizer).__module__.startswith(("torch.", "hf_osdp."))
+        compiles = kind.steps_shards and not type(optimizer).__module__.startswith(("torch.", "hf_osdp."))
         try:
             optimizer.param_groups = [part for split in parts for part in split]
             with _states_of(optimizer, stand_ins), _disable_current_modes() if compiles else nullcontext():
-                if is_bitsandbytes(optimizer):
-                    quantize_as_whole(optimizer, plain)
+                kind.before_step(whole)
                 yield
             for group, parameters in gathered:
-                step_sharded(optimizer, group, parameters)
+                kind.step_gathered(group, parameters)
         finally:
             for group, split in zip(whole, parts, strict=True):
                 if split[0] is not group:  # some optimizers keep counters in their groups
@@ -199,7 +198,7 @@ class _Interceptor:
 
     def _split(
         self,
-        optimizer: torch.optim.Optimizer,
+        kind: Kind,
         group: dict[str, Any],
         stand_ins: list[tuple[Any, nn.Parameter]],
         gathered: list[tuple[dict[str, Any], list[nn.Parameter]]],
@@ -210,18 +209,19 @@ class _Interceptor:
         stepped after the optimizer's own step to `gathered`, with their group.
         """
         kinds: dict[tuple[torch.device, bool, bool], list[nn.Parameter]] = {}
-        given, on_shards = group["params"], steps_shards(optimizer)
-        if is_muon(optimizer) and (shared := [p for p in given if shard_size(p) > 1]):
+        optimizer = kind.optimizer
+        shared = [p for p in group["params"] if kind.gathers and shard_size(p) > 1]
+        given = [p for p in group["params"] if not (kind.gathers and shard_size(p) > 1)]
+        if shared:
             gathered.append((group, shared))
-            given = [p for p in given if shard_size(p) == 1]
         for parameter in given:
             on_host = id(parameter) in self.host
-            if on_shards and isinstance(parameter, DTensor):
+            if kind.steps_shards and isinstance(parameter, DTensor):
                 stand_ins.append((parameter, _stand_in(parameter)))
                 parameter = stand_ins[-1][1]
             kinds.setdefault((local(parameter).device, isinstance(parameter, DTensor), on_host), []).append(parameter)
         fuses = type(optimizer) in _FUSED_ON_HOST and not group["differentiable"]
-        unchanged = len(given) == len(group["params"]) and not stand_ins
+        unchanged = not shared and not stand_ins
         if len(kinds) < 2 and unchanged and not (fuses and any(on_host for _, _, on_host in kinds)):
             return [group]
         parts = []
@@ -275,13 +275,6 @@ def step_parts(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Paramet
             type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # the step without torch's hooks
     finally:
         optimizer.param_groups = whole
-
-
-def steps_shards(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer steps, and keeps states for, local shards as plain tensors: all except torch's
-    element-wise ones.
-    """
-    return type(unwrapped(optimizer)) not in ELEMENT_WISE
 
 
 def refuse_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -8,15 +8,13 @@ shard.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     _init_optim_state,
@@ -31,18 +29,16 @@ from ..distributed.consensus import on_rank_zero, require_same
 from ..distributed.mesh import collective_device, rank, world_size
 from ..distributed.process_group import all_gather_objects
 from ..modeling.split.names import (
-    SlicedName,
     is_split,
     merge_optimizer_state,
     merge_state_dict,
     own_positions,
     split_optimizer_state,
 )
+from ..modeling.split.whole_tensor import WholeTensor
 from ..modeling.units import canonical_name, named_parameters
-from .bitsandbytes import is_bitsandbytes, load_states, saved_states
 from .gradients import local
-from .optimizer import low_bit_spec, unwrapped
-from .optimizer_steps import steps_shards
+from .optimizers import kind_of, unwrapped
 from .weight_reads import end_step
 
 _SET_BY_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
@@ -51,75 +47,9 @@ OptimizerState = dict[str, Any]
 """`{"state": {name: {key: value}}, "param_groups": [{"params": [names], ...}]}`"""
 
 
-class SlicedTensor(torch.Tensor):
-    """A wrapper without data of its own, whose slices (`parts`, at their offsets in `whole`) are DTensors or plain
-    tensors.
-
-    It can only be saved and loaded, by DTensor's protocol (`__create_write_items__`, `__create_chunk_list__`,
-    `__get_tensor_shard__`), without communication.
-    """
-
-    parts: tuple[torch.Tensor, ...]
-    whole: SlicedName
-
-    @staticmethod
-    def __new__(cls: type[SlicedTensor], parts: Sequence[torch.Tensor], whole: SlicedName) -> SlicedTensor:
-        first = parts[0]
-        tensor: SlicedTensor = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(whole.shape), dtype=first.dtype, device=first.device
-        )
-        tensor.parts, tensor.whole = tuple(part.detach() for part in parts), whole
-        return tensor
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: object, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
-    ) -> object:
-        if func is torch.ops.aten.detach.default:
-            return args[0]
-        raise NotImplementedError(f"{func} on a {cls.__name__}, which can only be saved and loaded; use its parts.")
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}(shape={tuple(self.shape)})"
-
-    def _chunks(self) -> Iterator[tuple[ChunkStorageMetadata, torch.Tensor]]:
-        """Yield this rank's chunks of the whole tensor, each with the part that holds it."""
-        for part, start in zip(self.parts, self.whole.starts, strict=True):
-            if isinstance(part, DTensor):
-                chunks = part.__create_chunk_list__() if local(part).numel() else []
-            else:
-                chunks = [ChunkStorageMetadata(offsets=torch.Size([0] * part.ndim), sizes=part.size())]
-            for chunk in chunks:
-                offsets = list(chunk.offsets)
-                offsets[self.whole.dim] += start
-                yield ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=chunk.sizes), part
-
-    def __create_write_items__(self, fqn: str, tensor: torch.Tensor) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=chunk, properties=TensorProperties(dtype=self.dtype), size=self.size()
-                ),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [chunk for chunk, _ in self._chunks()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return next(local(part) for chunk, part in self._chunks() if chunk.offsets == index.offset)
-
-
 def _for_checkpoint(value: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401  # numbers too
     """Return an optimizer's state as it is saved: a plain tensor of the shard's shape becomes a DTensor, sharded as
     its parameter.
-
-    Quantized states of torchao's optimizers are saved and loaded in float32, on the host, so that any plan, any number
-    of ranks, and AdamW can load them. Quantized again in the same blocks, Fp8 states are restored exactly; 8-bit and
-    4-bit states too, except blocks whose largest element is negative, which their tables round.
     """
     if (
         not torch.is_tensor(value)
@@ -128,22 +58,7 @@ def _for_checkpoint(value: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401
         or value.shape != local(parameter).shape
     ):
         return value
-    part = value.dequantize().cpu() if _is_quantized(value) else value
-    return DTensor(part, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else part
-
-
-def _as_held(value: Any, before: Any) -> Any:  # noqa: ANN401  # numbers too
-    """Return a loaded state as the optimizer holds it, quantized if the previous state `before` is."""
-    if not torch.is_tensor(value):
-        return value
-    if not _is_quantized(before):
-        return local(value)
-    before.copy_(local(value).to(before.device))
-    return before
-
-
-def _is_quantized(value: object) -> bool:
-    return type(value).__module__.startswith("torchao.")
+    return DTensor(value, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else value
 
 
 def free_gathered(model: nn.Module) -> None:
@@ -184,10 +99,10 @@ def broadcast_parameters(model: nn.Module) -> None:
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and buffers by Hugging Face names; tied names share one object, sliced parameters are
-    `SlicedTensor`s.
+    `WholeTensor`s.
     """
     state = {canonical_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
-    return merge_state_dict(state, model, join=SlicedTensor)
+    return merge_state_dict(state, model, join=WholeTensor)
 
 
 @torch.no_grad()
@@ -247,11 +162,11 @@ def _make_states(optimizer: torch.optim.Optimizer) -> None:
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_target: bool = False) -> OptimizerState:
     """Return an optimizer's own tensors by its parameters' Hugging Face names; states of sliced parameters are
-    `SlicedTensor`s.
+    `WholeTensor`s.
 
     With `as_target`, create missing states, to load into them.
     """
-    optimizer = unwrapped(optimizer)
+    optimizer, kind = unwrapped(optimizer), kind_of(optimizer)
     fresh = not optimizer.state
     with own_positions():
         _make_states(optimizer)
@@ -259,38 +174,25 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_ta
     if fresh and not as_target:
         optimizer.state.clear()
         state["state"] = {}
-    if steps_shards(optimizer):
+    if kind.steps_shards:
         named = named_parameters(model)
-        if is_bitsandbytes(optimizer):  # its own state dict does not show them
-            of_names = {
-                name: (optimizer.state.get(named[name], {}), local(named[name]).shape) for name in state["state"]
-            }
-            state["state"] = {name: saved_states(*of_name) for name, of_name in of_names.items()}
+        saved = {name: kind.saved_states(named[name], own) for name, own in state["state"].items()}
         state["state"] = {
-            name: {k: _for_checkpoint(v, named[name]) for k, v in own.items()} for name, own in state["state"].items()
+            name: {k: _for_checkpoint(v, named[name]) for k, v in own.items()} for name, own in saved.items()
         }
-    if low_bit_spec(optimizer):
+    if kind.lr_is_tensor:
         for group in state["param_groups"]:
-            group["lr"] = float(group["lr"])  # a number, as in AdamW
-    return merge_optimizer_state(state, model, join=SlicedTensor) if is_split(model) else state
+            group["lr"] = float(group["lr"])
+    return merge_optimizer_state(state, model, join=WholeTensor) if is_split(model) else state
 
 
 def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
     """Set an optimizer's state, in the form that `optimizer_state` returns; parameters without a state are allowed."""
-    optimizer = unwrapped(optimizer)
+    optimizer, kind = unwrapped(optimizer), kind_of(optimizer)
     state = split_optimizer_state(state, model) if is_split(model) else state
-    if steps_shards(optimizer):
+    if kind.steps_shards:
         named = named_parameters(model)
-        held = {name: optimizer.state.get(parameter, {}) for name, parameter in named.items()}
-        if is_bitsandbytes(optimizer):
-            for name, own in state["state"].items():
-                load_states(held[name], own, local(named[name]).shape)
-            states = {name: held[name] for name in state["state"]}
-        else:
-            states = {
-                name: {k: _as_held(v, held[name].get(k)) for k, v in own.items()}
-                for name, own in state["state"].items()
-            }
+        states = {name: kind.load_states(named[name], own) for name, own in state["state"].items()}
         state = {**state, "state": states}
     with own_positions():
         if state["state"]:
@@ -300,9 +202,9 @@ def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, stat
                 model, optimizer, {**state, "state": get_optimizer_state_dict(model, optimizer)["state"]}
             )
             optimizer.state.clear()
-    if low_bit_spec(optimizer):
+    if kind.lr_is_tensor:
         for group in optimizer.param_groups:
-            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)  # its kernels accept only a tensor
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
 
 
 def check_states(
@@ -392,7 +294,7 @@ def load_full_optimizer_state_dict(
 
 def _copy_on_rank_zero(value: torch.Tensor) -> torch.Tensor:
     """Gather a tensor, and return a copy on the CPU on rank 0, an empty tensor elsewhere. Collective."""
-    if isinstance(value, SlicedTensor):
+    if isinstance(value, WholeTensor):
         parts = [_copy_on_rank_zero(part) for part in value.parts]
         return torch.cat(parts, dim=value.whole.dim) if rank() == 0 else parts[0]
     whole = gathered(value) if isinstance(value, DTensor) else value
@@ -423,7 +325,7 @@ def gathered(value: DTensor) -> torch.Tensor:
 
 def broadcast_into(target: torch.Tensor, source: torch.Tensor | None) -> None:
     """Broadcast rank 0's whole tensor, and copy each rank's part into its parameter, buffer or state. Collective."""
-    if isinstance(target, SlicedTensor):
+    if isinstance(target, WholeTensor):
         for part, start, size in zip(target.parts, target.whole.starts, target.whole.sizes, strict=True):
             broadcast_into(part, None if source is None else source.narrow(target.whole.dim, start, size))
         return

@@ -82,8 +82,8 @@ def make_optimizer(
 
 
 class _AllocatesStates(torch.optim.Optimizer):
-    """Allocate like an optimizer with quantized states or Muon, and update nothing: the real ones compile kernels
-    or gather.
+    """Allocate like an optimizer with states in other formats or whole updates, and update nothing: the real ones
+    compile kernels or gather.
     """
 
     def __init__(

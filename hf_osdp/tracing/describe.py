@@ -21,7 +21,7 @@ from ..errors import CheckpointingError, DescriptionError, DescriptionTimeoutErr
 from ..modeling.batch import check_sequence_length, plain_batch, with_row_length
 from ..modeling.build import build_on_meta, is_checkpointed
 from ..modeling.quantized import packed_copy, restored_elements
-from ..modeling.split_candidates import split_copy
+from ..modeling.split.apply import split_copy
 from ..modeling.units import class_of, dtype_of, embedding_and_head, find_units, large_tables, modules_by_name
 from ..modeling.wrapping import has_running_statistics
 from ..planner.affine import Affine

@@ -17,8 +17,9 @@ from transformers import TrainingArguments
 from hf_osdp.distributed.mesh import world_size
 from hf_osdp.errors import OSDPError
 from hf_osdp.planner.optimizers import spec_of_trainer_name
-from hf_osdp.sharding.optimizer import check_optimizer, needs_whole, spec_of_optimizer
+from hf_osdp.sharding.optimizer import check_optimizer, spec_of_optimizer
 from hf_osdp.sharding.optimizer_steps import prepare_new_optimizers, step_by_device
+from hf_osdp.sharding.optimizers import kind_of
 from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict
 from tests.helpers.checkpointed import worst
 from tests.helpers.distributed import run_ranks
@@ -195,7 +196,7 @@ def of_an_old_version() -> torch.optim.Optimizer:
 )
 def test_what_shards_cannot_hold_is_refused_in_one_line(make, said):
     with pytest.raises(OSDPError, match=said):
-        needs_whole(make())
+        kind_of(make()).needs_whole()
     with pytest.raises(ValueError, match=said):
         spec_of_optimizer(make(), device_type="cuda")
 
@@ -203,11 +204,11 @@ def test_what_shards_cannot_hold_is_refused_in_one_line(make, said):
 def test_slices_and_the_host_are_refused_where_states_have_blocks():
     for bits, allowed in ((8, False), (32, True)):
         optimizer = optimizer_of(optim_bits=bits)
-        assert spec_of_optimizer(optimizer, device_type="cuda").takes_slices is allowed
+        assert spec_of_optimizer(optimizer, device_type="cuda").steps_parts is allowed
         with (
             nullcontext()
             if allowed
-            else pytest.raises(OSDPError, match="quantizes blocks of whole parameters, and 1 of 1 are in slices")
+            else pytest.raises(OSDPError, match="quantizes blocks of whole parameters, and 1 of 1 are in parts")
         ):
             check_optimizer(optimizer, optimizer.param_groups[0]["params"])
 

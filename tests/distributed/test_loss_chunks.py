@@ -13,7 +13,8 @@ from transformers import TrainingArguments
 
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.integrations.trainer import Trainer
-from hf_osdp.modeling.loss_chunks import chunk_loss, chunked_heads
+from hf_osdp.modeling.split.apply import losses_of
+from hf_osdp.modeling.split.loss_chunks import chunk_loss
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.split import ModelSplit
 from hf_osdp.preparation.config import OSDPConfig
@@ -102,7 +103,7 @@ def test_trainer_logs_and_evaluates_as_with_whole_logits(tmp_path):
         )  # fmt: skip
         trainer.train()
         metrics = trainer.evaluate()
-        assert bool(list(chunked_heads(trainer.model))) == (chunks > 1)
+        assert bool(list(losses_of(trainer.model))) == (chunks > 1)
         logged = [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
         found.append([*logged, metrics["eval_loss"], metrics["eval_largest"]])
     assert len(found[0]) == 8 and found[1] == pytest.approx(found[0], rel=2e-6)

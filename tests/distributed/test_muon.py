@@ -41,7 +41,7 @@ from hf_osdp.sharding.gradients import local
 from hf_osdp.sharding.host_states import bind_optimizer
 from hf_osdp.sharding.optimizer import spec_of_optimizer, spec_of_optimizers
 from hf_osdp.sharding.optimizer_steps import step_by_device, step_on_shards
-from hf_osdp.sharding.optimizer_trial import after_step
+from hf_osdp.sharding.optimizers.trial import after_step
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.memory_tracker import MemoryTracker
@@ -216,7 +216,9 @@ def test_accelerate_shards_for_muon_beside_adamw_and_trains_as_one_process():
 
 
 @pytest.mark.on_ranks(2)
-@pytest.mark.parametrize("sizes", [(2,), (1,), (2, 1)])
+@pytest.mark.parametrize(
+    "sizes", [pytest.param((2,), marks=pytest.mark.slow), pytest.param((1,), marks=pytest.mark.slow), (2, 1)]
+)
 def test_step_holds_what_is_estimated(sizes):
     """Beside the module's buffers and the batch, which the step does not bear on."""
     model, batch = model_of(dtype=torch.float32), Batch(micro_batch_size=1, accumulation_steps=1)
@@ -336,7 +338,7 @@ def test_what_muon_cannot_have_is_refused_in_one_line():
     job = run_job(OSDPConfig(global_batch_size=2), world_size=2, optimizer=optimizer)
     with pytest.raises(ValueError, match=r"^muon needs whole parameters at once, which host and device do not have"):
         job.asking(host_offload=True).training()
-    assert job.training().host_offload is False and not optimizer.takes_slices
+    assert job.training().host_offload is False and not optimizer.steps_parts
 
 
 @pytest.mark.parametrize(

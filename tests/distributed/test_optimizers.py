@@ -16,16 +16,17 @@ from torch.distributed.fsdp import fully_shard
 
 from hf_osdp.errors import OSDPError, PreflightError
 from hf_osdp.preparation.preflight import Check, Finding, Severity, merged_findings
-from hf_osdp.sharding.optimizer import ELEMENT_WISE, check_optimizer, needs_whole
+from hf_osdp.sharding.optimizer import check_optimizer
 from hf_osdp.sharding.optimizer_steps import (
     parameter_names,
     prepare_new_optimizers,
     rebind_parameters,
     release_parameters,
     step_by_device,
-    steps_shards,
 )
-from hf_osdp.sharding.optimizer_trial import difference_on_shards
+from hf_osdp.sharding.optimizers import kind_of
+from hf_osdp.sharding.optimizers.kind import ELEMENT_WISE
+from hf_osdp.sharding.optimizers.trial import difference_on_shards
 
 STEPS = 3
 
@@ -115,13 +116,16 @@ def test_check_finds_out_by_base_class_and_by_a_trial_what_no_name_tells():
     weights = [nn.Parameter(torch.ones(2, 2))]
     schedule_at_0, state = SignOfMomentum(weights, lr=0.0), copy.deepcopy(weights)
     assert difference_on_shards(schedule_at_0) < 1e-6
-    assert not needs_whole(schedule_at_0)
+    assert not kind_of(schedule_at_0).needs_whole()
     assert not schedule_at_0.state and schedule_at_0.param_groups[0]["lr"] == 0.0 and torch.equal(weights[0], state[0])
-    assert difference_on_shards(MyLamb(weights)) < 1e-6 and needs_whole(MyLamb(weights)), "by the name of its base"
+    assert difference_on_shards(MyLamb(weights)) < 1e-6 and kind_of(MyLamb(weights)).needs_whole(), (
+        "by the name of its base"
+    )
     for optimizer in (TrustRatio(weights), ScalesRows(weights), torch.optim.Adafactor(weights), MyMuon(weights)):
-        assert needs_whole(optimizer)
+        assert kind_of(optimizer).needs_whole()
         check_optimizer(optimizer)
-    assert not needs_whole(torch.optim.Rprop(weights)) and not needs_whole(torch.optim.Muon(weights))
+    for optimizer in (torch.optim.Rprop(weights), torch.optim.Muon(weights)):
+        assert not kind_of(optimizer).needs_whole()
     with pytest.raises(OSDPError, match=r"^NeedsClosure cannot be tried on a matrix \(TypeError: .*closure.*\)"):
         check_optimizer(NeedsClosure(weights))
     with pytest.raises(OSDPError, match=r"^StepsOthers cannot be tried on a matrix"):
@@ -196,7 +200,7 @@ def test_every_optimizer_that_is_let_through_trains_as_one_process_does():
         model, alone = sharded()
         for module in (model, alone):
             optimizer = cls(module.parameters(), lr=0.1)
-            if steps_shards(optimizer):
+            if kind_of(optimizer).steps_shards:
                 step_by_device(optimizer)
             train(module, optimizer)
         assert apart(model, alone.parameters()) < 1e-12, cls

@@ -18,9 +18,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from hf_osdp.checkpoint.states import load_model, load_optimizer, save_model, save_optimizer
 from hf_osdp.distributed.fsdp_internals import parameter_groups
 from hf_osdp.distributed.mesh import Meshes
-from hf_osdp.modeling.split.apply_split import split_operators
+from hf_osdp.modeling.parts import part_names
 from hf_osdp.modeling.split.deferred_logits import DeferredLogits
-from hf_osdp.modeling.split.names import is_split, slice_names
+from hf_osdp.modeling.split.names import is_split
+from hf_osdp.modeling.split.operators import split_operators
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.split import OperatorSplit
@@ -111,7 +112,7 @@ def test_operators_in_slices_train_as_one_process():
 @contextmanager
 def watched(model: nn.Module) -> Iterator[dict[str, int]]:
     """Most bytes that slices show unsharded at once, and most of them."""
-    groups = [group for name in slice_names(model) for group in parameter_groups(model.get_submodule(name))]
+    groups = [group for name in part_names(model) for group in parameter_groups(model.get_submodule(name))]
     seen, wait = {"bytes": 0, "slices": 0}, FSDPParamGroup.wait_for_unshard
 
     def watch(group: FSDPParamGroup) -> None:

@@ -18,7 +18,7 @@ from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import OSDPError, PlanError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
-from hf_osdp.modeling.split.apply_split import split_operators
+from hf_osdp.modeling.split.operators import split_operators
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.optimizers import spec_of_trainer_name
 from hf_osdp.planner.plan import Plan
@@ -27,8 +27,9 @@ from hf_osdp.planner.split import OperatorSplit
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.gradients import local
-from hf_osdp.sharding.optimizer import check_optimizer, needs_whole, spec_of_optimizer
+from hf_osdp.sharding.optimizer import check_optimizer, spec_of_optimizer
 from hf_osdp.sharding.optimizer_steps import prepare_new_optimizers, step_on_shards
+from hf_osdp.sharding.optimizers import kind_of
 from hf_osdp.sharding.state import full_state_dict
 from tests.helpers.checkpointed import trained_by_plan, worst
 from tests.helpers.distributed import run_ranks
@@ -142,13 +143,13 @@ def test_parameters_that_are_sharded_or_in_slices_are_refused():
     model = partly_frozen()
     plan = plan_of(find_units(model), 2, "zero3")
     apply_plan(model, plan, find_units(model), meshes=Meshes("cpu"))
-    said = r"^Adafactor is not element-wise: it needs whole parameters, and \d+ of \d+ are sharded, in slices or on the host; plan for"  # noqa: E501
+    said = r"^Adafactor is not element-wise: it needs whole parameters, and \d+ of \d+ are sharded, in parts or on the host; plan for"  # noqa: E501
     with pytest.raises(OSDPError, match=said):
         check_optimizer(Adafactor(model.parameters()))
     check_optimizer(Adafactor([p for p in model.parameters() if not p.requires_grad]))
     cut = tiny_model("gpt2")
     split_operators(cut, [OperatorSplit(fqn="transformer.h.0.mlp.c_fc", slices=2)])
-    with pytest.raises(OSDPError, match="in slices"):
+    with pytest.raises(OSDPError, match="in parts"):
         step_on_shards(Adafactor(cut.parameters()), cut)
     prepare_new_optimizers(model, lambda module, optimizer: None)
     optimizer = Adafactor(model.parameters())
@@ -247,6 +248,6 @@ class RoundsAtRandom(GlobalNorm):
 
 
 def test_randomness_is_looked_for_in_the_parameters_own_dtype():
-    assert not needs_whole(RoundsAtRandom([nn.Parameter(torch.ones(2, 2))]))
+    assert not kind_of(RoundsAtRandom([nn.Parameter(torch.ones(2, 2))])).needs_whole()
     with pytest.raises(OSDPError, match="updates at random"):
-        needs_whole(RoundsAtRandom([nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))]))
+        kind_of(RoundsAtRandom([nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))])).needs_whole()

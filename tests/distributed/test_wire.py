@@ -217,7 +217,7 @@ def exactly(layout: str, steps: int = 1) -> Trained:
     wire_module.encode, wire_module.decode = as_it_is, back
     WireFormat.nbytes = lambda wire, elements: 8 * elements
     model, plan = applied(layout, INT8, steps=steps)
-    assert any(unit.wires for unit in plan.units)
+    assert any(unit.formats for unit in plan.units)
     return train_sharded(model, plan)
 
 
@@ -298,7 +298,7 @@ def test_trainer_sends_what_the_planner_chose_saves_masters_and_resumes(tmp_path
         model=gpt2(), args=args, train_dataset=tokens(), osdp=OSDPConfig(**options, communication="int4")
     )
     trainer.train()
-    wires = {wire for unit in trainer._run.plan.units for wire in unit.wires.items()}
+    wires = {wire for unit in trainer._run.plan.units for wire in unit.formats.items()}
     assert wires == ({("replicas", INT4)} if strategy == "ddp" else {("gather", INT8), ("reduce", INT4)})
     assert_close(history(trainer), stock, 0.03)
     with pytest.raises(AssertionError):
@@ -310,5 +310,5 @@ def test_trainer_sends_what_the_planner_chose_saves_masters_and_resumes(tmp_path
     assert_close(history(again), {"loss": history(trainer)["loss"][2:]}, 1e-12)
     exact = PlannedTrainer(model=gpt2(), args=args, train_dataset=tokens(), osdp=OSDPConfig(**options))
     exact.train()
-    assert not any(unit.wires for unit in exact._run.plan.units)
+    assert not any(unit.formats for unit in exact._run.plan.units)
     assert_close(history(exact), stock, 1e-9)

@@ -19,7 +19,7 @@ from hf_osdp.distributed.process_group import check_ranks, launch_timeout_s
 from hf_osdp.integrations.launch import launch_request
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
 from hf_osdp.integrations.trainer_arguments import requested_config
-from hf_osdp.modeling.split.apply_split import split_operators
+from hf_osdp.modeling.split.operators import split_operators
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.optimizers import spec_of_trainer_name
 from hf_osdp.planner.presets import preset

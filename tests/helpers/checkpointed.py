@@ -13,8 +13,8 @@ from torch import nn
 from hf_osdp.checkpoint.states import load_loop, save_loop
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.mesh import Meshes
-from hf_osdp.modeling.split.apply_split import split_operators
 from hf_osdp.modeling.split.names import keep_positions
+from hf_osdp.modeling.split.operators import split_operators
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.split import OperatorSplit

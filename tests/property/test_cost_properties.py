@@ -73,7 +73,9 @@ def test_no_plan_peaks_below_the_floor(seed, world, job, backend):
     asked = problem(description, hardware, job)
     for batch in batches(job, hardware.world_size):
         *_, space = search_spaces(asked, batch)
-        candidate = Candidate(problem=asked, batch=batch, timeline=build_timeline(BatchCosts(asked, batch), space))
+        candidate = Candidate(
+            problem=asked, batch=batch, space=space, timeline=build_timeline(BatchCosts(asked, batch), space)
+        )
         frugal = candidate.frugal()
         plans = [
             [frugal[i] for i in range(len(frugal))],

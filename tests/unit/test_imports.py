@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 import hf_osdp
+from benchmarks.structure import files_naming
 
+DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
 HEAVY = (
     "torch",
     "transformers",
@@ -80,3 +82,13 @@ def test_public_names_resolve_and_others_do_not():
         hf_osdp.nonexistent  # noqa: B018
     with pytest.raises(ImportError):
         from hf_osdp import nonexistent  # noqa: F401
+
+
+@pytest.mark.parametrize("feature", ["operators in slices", "loss in chunks", "Muon", "8- and 4-bit optimizers"])
+def test_a_feature_is_named_only_in_its_modules(feature):
+    """Its row in design.md has the modules, and the number of files today."""
+    row = next(line for line in DESIGN.read_text("utf-8").splitlines() if line.startswith(f"| {feature} |"))
+    found = files_naming(feature)
+    assert len(found) == int(row.split("|")[-2]) <= 6
+    modules = ("modeling/split/", "sharding/optimizers/", "planner/split.py", "planner/optimizers.py")
+    assert all(name.startswith(modules) for name in found)

@@ -1,3 +1,3 @@
-"""Split operators into slices that are gathered one after the other; state dicts keep Hugging Face names and
-shapes.
+"""Operators in slices that are gathered one after the other, and the loss in chunks; state dicts keep Hugging Face
+names and shapes.
 """

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ..parts import InParts
 from .deferred_logits import Change, changed
 
 
@@ -82,12 +83,15 @@ class VocabularySlice(LinearSlice):
         return _Statistics.apply(logits.float() if logits.itemsize < 4 else logits, targets)
 
 
-class SplitOperator(nn.Module):
+class SplitOperator(InParts):
     slices: nn.ModuleList
     sizes: tuple[int, ...]
     """Output features (rows of an embedding) of each slice."""
     leaves: dict[str, int]
     """Parameters of the whole operator, with the dimension in which each is split."""
+
+    def part_modules(self) -> nn.ModuleList:
+        return self.slices
 
     def parts(self, leaf: str) -> Iterator[nn.Parameter]:
         return (getattr(part, leaf) for part in self.slices)
@@ -145,6 +149,8 @@ class SplitLinear(SplitOperator):
 
 class SplitEmbedding(SplitOperator):
     """An `nn.Embedding` that shares the vocabulary slices, as modules, with the head that it is tied to."""
+
+    several_calls = True
 
     def __init__(self, source: nn.Embedding, slices: nn.ModuleList, sizes: tuple[int, ...]) -> None:
         super().__init__()

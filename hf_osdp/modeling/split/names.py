@@ -14,22 +14,22 @@ import torch
 from torch import nn
 
 from ...errors import OSDPError
+from ..parts import canonical_name
 from .modules import SplitOperator
 
-CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module"
-Join = Callable[[Sequence[Any], "SlicedName"], Any]
+Join = Callable[[Sequence[Any], "WholeParameter"], Any]
 _OWN_POSITIONS: ContextVar[bool] = ContextVar("own positions", default=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlicedName:
-    """A parameter with its Hugging Face name and shape, and its slices."""
+class WholeParameter:
+    """A parameter that is cut in parts, with its Hugging Face name and shape."""
 
     name: str
     parts: tuple[str, ...]
-    """Names of the slices, in order."""
+    """Names of the parts, in order."""
     dim: int
-    """The dimension in which the slices are concatenated."""
+    """The dimension in which they are concatenated."""
     sizes: tuple[int, ...]
     shape: tuple[int, ...]
 
@@ -50,25 +50,12 @@ class SlicedName:
         )
 
 
-def canonical_name(name: str) -> str:
-    """Return the name of a module or parameter without the parts that torch's `checkpoint_wrapper` inserts."""
-    return ".".join(part for part in name.split(".") if part != CHECKPOINT_WRAPPER)
-
-
 def is_split(model: nn.Module) -> bool:
     """Whether the model has operators in slices."""
     return any(isinstance(module, SplitOperator) for module in model.modules())
 
 
-def slice_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the modules that are slices, each once, in the model's order; a tied head's slices have
-    its embedding's names.
-    """
-    slices = {id(part) for module in model.modules() if isinstance(module, SplitOperator) for part in module.slices}
-    return tuple(canonical_name(name) for name, module in model.named_modules() if id(module) in slices)
-
-
-def split_names(model: nn.Module) -> dict[str, SlicedName]:
+def whole_parameters(model: nn.Module) -> dict[str, WholeParameter]:
     """Return each parameter that is split, by its Hugging Face name; all names of a tied weight have the same
     slices.
     """
@@ -82,11 +69,11 @@ def split_names(model: nn.Module) -> dict[str, SlicedName]:
             shape[dim] = sum(module.sizes)
             parts = tuple(f"{home[id(part)]}.{leaf}" for part in module.slices)
             name = f"{canonical_name(prefix)}.{leaf}"
-            found[name] = SlicedName(name=name, parts=parts, dim=dim, sizes=module.sizes, shape=tuple(shape))
+            found[name] = WholeParameter(name=name, parts=parts, dim=dim, sizes=module.sizes, shape=tuple(shape))
     return found
 
 
-def concatenated(parts: Sequence[torch.Tensor], whole: SlicedName) -> torch.Tensor:
+def concatenated(parts: Sequence[torch.Tensor], whole: WholeParameter) -> torch.Tensor:
     return torch.cat([part.detach() for part in parts], dim=whole.dim)
 
 
@@ -98,8 +85,8 @@ def merge_state_dict(
     `join` combines the slices into one value, which is stored under all names of a tied weight if `tied`, else only
     under the first. Raise OSDPError if slices of a parameter are missing.
     """
-    wholes: dict[str, list[SlicedName]] = {}
-    for whole in split_names(model).values():
+    wholes: dict[str, list[WholeParameter]] = {}
+    for whole in whole_parameters(model).values():
         wholes.setdefault(whole.parts[0], []).append(whole)
     others = {part for same in wholes.values() for part in same[0].parts[1:]}
     merged: dict[str, Any] = {}
@@ -119,7 +106,7 @@ def merge_state_dict(
 
 def split_state_dict(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """Reverse `merge_state_dict`; entries that already have a slice's name stay. Refuse values of another shape."""
-    sliced, found = split_names(model), dict[str, Any]()
+    sliced, found = whole_parameters(model), dict[str, Any]()
     for name, value in state.items():
         whole = sliced.get(name)
         if whole is None:
@@ -140,7 +127,7 @@ def merge_optimizer_state(state: Mapping[str, Any], model: nn.Module, *, join: J
     ...}]}`. `join` combines the slices of a state tensor; a scalar, such as `step`, is taken from the first slice.
     """
 
-    def merged(states: Sequence[dict[str, Any]], whole: SlicedName) -> dict[str, Any]:
+    def merged(states: Sequence[dict[str, Any]], whole: WholeParameter) -> dict[str, Any]:
         columns = {key: [own[key] for own in states] for key in states[0]}
         return {
             key: join(values, whole) if whole.is_like(values[0], whole.sizes) else values[0]
@@ -157,7 +144,7 @@ def _merged_names(names: Sequence[str], model: nn.Module) -> list[str]:
 
 def split_optimizer_state(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """Reverse `merge_optimizer_state`; each slice gets its own copy of a scalar."""
-    sliced, found = split_names(model), dict[str, Any]()
+    sliced, found = whole_parameters(model), dict[str, Any]()
     for name, own in state["state"].items():
         whole = sliced.get(name)
         if whole is None:

@@ -8,10 +8,9 @@ import functools
 from collections import Counter
 from dataclasses import dataclass
 
-from ..decision import UnitLayout
+from ..decision import Message, UnitLayout
 from ..description import UnitDescription
 from ..hardware import Collective, Hardware
-from ..wire import WireFormat
 
 TWO_STAGE = {
     Collective.ALL_GATHER: Collective.TWO_STAGE_ALL_GATHER,
@@ -116,63 +115,13 @@ def _lap_seconds(hardware: Hardware, ring: Ring, nbytes: int) -> float:
     return latency + hops / ring.size * nbytes / rate
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """A tensor that the ranks of a group send in one direction, encoded or not."""
-
-    elements: int
-    """Elements of the whole tensor in the group."""
-    ranks: int
-    wire: WireFormat | None
-    """None sends exact values, without encoding and its buffers."""
-
-    @property
-    def sent_bytes(self) -> int | None:
-        """Bytes of the whole encoded tensor; None without encoding."""
-        return None if self.wire is None else self.wire.gathered_bytes(self.elements, self.ranks)
-
-    def gather_buffers(self) -> int:
-        """Return the bytes that a gather allocates beside its output: codes of all ranks, and temporaries."""
-        if self.wire is None:
-            return 0
-        part = -(-self.elements // self.ranks)
-        return self.wire.gathered_bytes(self.elements, self.ranks) + self.wire.temporary_bytes(part)
-
-    def reduce_buffers(self, *, separate_sums: bool) -> int:
-        """Return the bytes of a reduction beside input and output: codes both ways, temporaries, with `separate_sums`
-        a float32 sum.
-        """
-        if self.wire is None:
-            return 0
-        sums = 4 * -(-self.elements // self.ranks) if separate_sums else 0
-        return self.gather_buffers() + self.wire.gathered_bytes(self.elements, self.ranks) + sums
-
-    def gather_seconds(self, hardware: Hardware) -> float:
-        """Return the seconds to encode a rank's part and to decode all parts."""
-        if self.wire is None:
-            return 0.0
-        codec = hardware.codec(self.wire)
-        return self.elements * (codec.encode_s / self.ranks + codec.decode_s)
-
-    def reduce_seconds(self, hardware: Hardware) -> float:
-        """Return the seconds to encode the parts of other ranks, and to decode and sum the received ones."""
-        if self.wire is None:
-            return 0.0
-        codec = hardware.codec(self.wire)
-        return self.elements * (codec.encode_s + codec.decode_s) * (self.ranks - 1) / self.ranks
-
-
-def messages(unit: UnitDescription, layout: UnitLayout, world_size: int) -> tuple[Message, Message, Message]:
+def messages(unit: UnitDescription, layout: UnitLayout, world_size: int) -> tuple[Message, ...]:
     """Return the messages of a unit's all-gather, of its reduce-scatter, and of the all-reduce of a rank's shard
     between replicas.
     """
     g, between = layout.shard_size, layout.shard_size // layout.stage_size
     held, trained = (sum(p.sharded_numel(g) for p in parameters) for parameters in (unit.parameters, unit.trainable))
-    return (
-        Message(elements=held * between, ranks=between, wire=layout.gather_wire),
-        Message(elements=trained * between, ranks=between, wire=layout.reduce_wire),
-        Message(elements=trained, ranks=world_size // g, wire=layout.replica_wire),
-    )
+    return layout.messages((held * between, between), (trained * between, between), (trained, world_size // g))
 
 
 def unit_collective_seconds(
@@ -190,7 +139,7 @@ def unit_collective_seconds(
     part = reduced_bytes // size if replicas.sent_bytes is None else replicas.sent_bytes
     replicas_s = collective_seconds(hardware, Collective.ALL_REDUCE, replicate_ring(hardware, size), part)
     return (
-        gather_s + gather.gather_seconds(hardware),
-        scatter_s + scatter.reduce_seconds(hardware),
-        replicas_s + replicas.reduce_seconds(hardware) + replicas.gather_seconds(hardware),
+        gather_s + gather.gather_seconds(hardware.coding_time),
+        scatter_s + scatter.reduce_seconds(hardware.coding_time),
+        replicas_s + replicas.reduce_seconds(hardware.coding_time) + replicas.gather_seconds(hardware.coding_time),
     )

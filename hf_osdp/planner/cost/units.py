@@ -8,14 +8,14 @@ from operator import attrgetter
 from typing import TypeVar
 
 from ...errors import HardwareError
-from ..decision import Batch, UnitLayout
+from ..decision import LAYOUT_FIELDS, Batch, UnitLayout
 from ..description import DType, GatherSpan, ModelDescription, ParameterSpec, UnitDescription, shard_dim
 from ..hardware import Collective, Hardware, HostSpec
 from ..training_job import OptimizerSpec, OptimizerStep, TrainingJob
 from .collectives import messages, sharded_seconds, unit_collective_seconds
 
 T = TypeVar("T")
-layout_key = attrgetter(*(name for name in UnitLayout.__slots__ if name != "activations"))
+layout_key = attrgetter(*(name for name in LAYOUT_FIELDS if name != "activations"))
 """The fields of a layout that change the terms of its unit."""
 
 

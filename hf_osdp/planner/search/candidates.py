@@ -6,16 +6,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
 
 from ...errors import HardwareError, OSDPError
 from ...quantities import format_bytes
 from ..cost.memory import MemoryEstimate, SegmentBytes, estimate_memory, peak_of_terms
 from ..cost.units import UnitBytes
-from ..decision import Batch, UnitLayout
+from ..decision import Batch, Space, UnitLayout
 from ..description import Activations
-from ..problem import PlanningProblem
+from ..problem import PlanningProblem, Strategy
 from .options import Option, Timeline
 from .program import Program
 from .solver import Solution, any_within
@@ -38,7 +38,13 @@ class Candidate:
 
     problem: PlanningProblem
     batch: Batch
+    space: Space
     timeline: Timeline
+
+    @cached_property
+    def alike(self) -> Timeline:
+        """The timeline with the layouts that plans of few parts may take; see `BatchCosts`."""
+        return build_timeline(BatchCosts(self.problem, self.batch, alike=True), self.space)
 
     @cached_property
     def least_s(self) -> float:
@@ -81,13 +87,9 @@ class Candidate:
         """Return a plan's peak without the memory that every plan takes outside tensors."""
         return self.memory(layouts).on(self.problem.hardware) - self.problem.hardware.unavoidable_bytes
 
-    def quickest(self, limit_bytes: int, most_parts: int | None = None) -> Solution | None:
-        """Return the plan of each unit's fastest option if it fits and has at most so many parts, else None. It needs
-        no solver.
-        """
+    def quickest(self, limit_bytes: int) -> Solution | None:
+        """Return the plan of each unit's fastest option if it fits, else None. It needs no solver."""
         layouts = self._each(lambda o: (o.seconds, o.stays))
-        if most_parts is not None and len(self.timeline.plan_parts(layouts)) > most_parts:
-            return None
         return (
             Solution(layouts=layouts, objective=self.least_s, bound=self.least_s)
             if self._fit(layouts, limit_bytes)
@@ -149,9 +151,15 @@ def all_candidates(problem: PlanningProblem, *, smallest_first: bool = False) ->
     """Yield the candidate of each batch and space, the largest micro-batch first unless `smallest_first`."""
     order = -1 if smallest_first else 1
     for batch in list(batches(problem.job, problem.hardware.world_size))[::order]:
-        costs = BatchCosts(problem, batch)
+        costs = _batch_costs(replace(problem, strategy=Strategy.OSDP, memory_limit_bytes=1), batch)
         for space in search_spaces(problem, batch):
-            yield Candidate(problem=problem, batch=batch, timeline=build_timeline(costs, space))
+            yield Candidate(problem=problem, batch=batch, space=space, timeline=build_timeline(costs, space))
+
+
+@lru_cache(maxsize=32)
+def _batch_costs(problem: PlanningProblem, batch: Batch) -> BatchCosts:
+    """Return the costs at one batch, which searches of all strategies and limits share."""
+    return BatchCosts(problem, batch)
 
 
 def possible_candidates(problem: PlanningProblem) -> list[Candidate]:

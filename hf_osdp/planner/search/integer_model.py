@@ -25,10 +25,14 @@ MIN_GAIN = 1e-7
 """Relative difference of step time below which plans count as equal: no rate is known better, and a finer search
 takes long.
 """
-_SLACK, _WHOLE_SLACK = 1e-7, 1e-8
-"""Relative loosening of each bound in relaxations over real and over whole numbers, so that rounding excludes no
-feasible plan; SCIP's presolving needs more than its own tolerance of 1e-9.
-"""
+_SLACK = 1e-7
+"""Relative loosening of each bound in relaxations, so that rounding excludes no feasible plan. SCIP's presolving needs
+more than its own tolerance of 1e-9: with 1e-8 it lost plans at exactly the limit."""
+
+_SCIP_RATE = 40_000
+"""SCIP's variables times nodes in a second."""
+_GLOP_WORK, _SCIP_WORK = (8e-6, 4e-5), (2.4e-5, 2.7e-4)
+"""Seconds of a relaxation for each coefficient, the model's construction included, and for each iteration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +100,14 @@ class IntegerModel:
         self.infeasible = False
         """Whether the last `solve` or `relax` proved that no solution exists."""
         self.work = 0.0
-        """CP-SAT's deterministic seconds in the last `solve`."""
+        """Deterministic seconds of the last `solve` or `relax`: CP-SAT's own, or by the size of the program and the
+        iterations of its linear solver. They are about those of a processor."""
+
+    @property
+    def size(self) -> int:
+        """Coefficients of all constraints."""
+        rows = self._model.proto.constraints
+        return sum(len(row.linear.vars) if row.has_linear() else len(row.exactly_one.literals) for row in rows)
 
     def minimize_seconds(self, scale: float, at_most: int | None = None) -> None:
         """Set the objective Σ scale · seconds, with an upper bound if given.
@@ -135,12 +146,14 @@ class IntegerModel:
             layouts |= group.assign([solver.value(x) for x in variables.counts])
         return layouts, solver.objective_value, status == cp_model.OPTIMAL
 
-    def relax(self, *, gap: float | None = None, most_work: int = 0, presolve: bool = True) -> Relaxation | None:
+    def relax(
+        self, *, gap: float | None = None, most_work: float = math.inf, presolve: bool = True
+    ) -> Relaxation | None:
         """Return the minimum of a `linear` model over real numbers (GLOP), or over whole numbers with a relative `gap`
-        (SCIP, with at most `most_work` variables times nodes).
+        (SCIP, which needs a limit), with about `most_work` seconds of work.
 
-        None if no solution is found: none exists (`infeasible`), rounding errors are too large, or SCIP did
-        `most_work` before. If it did so later, the solution is not optimal.
+        None if no solution is found: none exists (`infeasible`), rounding errors are too large, or the work was done
+        before. If SCIP's was done later, the solution is not optimal.
         """
         from ortools.linear_solver import pywraplp
 
@@ -148,12 +161,14 @@ class IntegerModel:
         solver = pywraplp.Solver.CreateSolver("SCIP" if whole else "GLOP")
         if whole:
             parameters = {
-                "limits/nodes": max(1, most_work // len(program.variables)), "limits/gap": gap,
+                "limits/nodes": max(1, int(most_work * _SCIP_RATE / len(program.variables))), "limits/gap": gap,
                 "numerics/feastol": 1e-9, "presolving/maxrounds": -1 if presolve else 0,
             }  # fmt: skip
             solver.SetSolverSpecificParametersAsString(
                 "\n".join(f"{name} = {value}" for name, value in parameters.items())
             )
+        elif most_work < math.inf:  # with literals for parts, the primal simplex may take minutes
+            solver.SetSolverSpecificParametersAsString(f"use_dual_simplex: true max_deterministic_time: {most_work}")
         units = [
             float(v.domain[1] or 1) if v.domain[0] < 0 else 1.0 for v in program.variables
         ]  # levels relative to their upper bound
@@ -168,7 +183,7 @@ class IntegerModel:
                 linear = constraint.linear
                 coefficients = [c * units[v] for v, c in zip(linear.vars, linear.coeffs, strict=True)]
                 low, high = linear.domain
-                _add_row(solver, variables, linear.vars, coefficients, (low, high), _WHOLE_SLACK if whole else _SLACK)
+                _add_row(solver, variables, linear.vars, coefficients, (low, high))
             else:
                 one = constraint.exactly_one.literals
                 _add_row(solver, variables, one, [1.0] * len(one), (1, 1))
@@ -177,6 +192,8 @@ class IntegerModel:
             objective.SetCoefficient(variables[index], coefficient * units[index] / scale)
         objective.SetMinimization()
         status = solver.Solve()
+        by_size, by_iteration = _SCIP_WORK if whole else _GLOP_WORK
+        self.work = self.size * by_size + solver.iterations() * by_iteration
         self.infeasible = status == pywraplp.Solver.INFEASIBLE
         optimal = status == pywraplp.Solver.OPTIMAL
         if not optimal and not (whole and status == pywraplp.Solver.FEASIBLE):
@@ -285,14 +302,13 @@ def _add_row(
     indices: Sequence[int],
     coefficients: Sequence[float],
     bounds: tuple[int, int],
-    slack: float = 0.0,
 ) -> None:
     """Add one row, scaled to a largest coefficient of 1, because rows mix bytes and counts."""
     scale = max((abs(c) for c in coefficients), default=1) or 1
     low, high = bounds
     infinity, far = solver.infinity(), 2**62
     # loosening of each bound, scaled as well
-    below, above = (0.0 if low == high else slack * max(abs(bound) / scale, 1.0) for bound in bounds)
+    below, above = (0.0 if low == high else _SLACK * max(abs(bound) / scale, 1.0) for bound in bounds)
     row = solver.Constraint(
         -infinity if low <= -far else low / scale - below,
         infinity if high >= far else high / scale + above,

@@ -89,8 +89,8 @@ class Option:
         return frozenset({(self.structure, self.layout), *self.meshes, *([HOST] if self.layout.uses_host else [])})
 
     def fits_where(self, other: Option) -> bool:
-        """Return whether the option takes no more bytes than `other` at every moment, and no further communicators."""
-        return self.meshes <= other.meshes and all(map(operator.le, self.levels, other.levels))
+        """Return whether the option takes no more bytes than `other` at every moment."""
+        return all(map(operator.le, self.levels, other.levels))
 
     @functools.cached_property
     def levels(self) -> tuple[int, ...]:
@@ -116,15 +116,20 @@ Alike: TypeAlias = tuple[Option, ...]
 """One layout in each kind of segment that units of a shape run."""
 
 
-def undominated(layouts: Iterable[Alike], *, by_memory: bool = False) -> list[Alike]:
+def undominated(layouts: Iterable[Alike], *, by_memory: bool = False, meshes: bool = True) -> list[Alike]:
     """Return the layouts that no other layout dominates; of equal ones the first.
 
-    A layout dominates another if in each kind it takes no more bytes at every moment and no more time; with
-    `by_memory`, time does not matter. A plan that takes the other one everywhere is then no worse, and no less simple.
+    A layout dominates another if in each kind it takes no more bytes at every moment, no more time and no further
+    meshes; with `by_memory` time does not matter, without `meshes` these do not. A plan that takes the other one
+    everywhere is then no worse, and no less simple.
     """
 
     def dominates(other: Option, option: Option) -> bool:
-        return (by_memory or other.seconds <= option.seconds) and other.fits_where(option)
+        return (
+            (by_memory or other.seconds <= option.seconds)
+            and (not meshes or other.meshes <= option.meshes)
+            and other.fits_where(option)
+        )
 
     best: list[Alike] = []
     for alike in sorted(

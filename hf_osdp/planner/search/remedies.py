@@ -10,7 +10,7 @@ from ...errors import HardwareError, InfeasibleError, Price, Remedy
 from ...quantities import format_bytes
 from ..cost.memory import MemoryEstimate
 from ..description import ModelDescription, Segment
-from ..optimizers import LOW_BIT
+from ..optimizers import SMALL_STATES
 from ..plan import Plan
 from ..problem import PlanningProblem, Strategy
 from ..training_job import OptimizerSpec, Precision
@@ -110,12 +110,12 @@ def _settings(problem: PlanningProblem) -> Iterator[Remedy]:
             (Remedy("a micro-batch of 1", "--micro-batch-size 1"), job.micro_batch_size > 1, {"micro_batch_size": 1})
         )
     element_wise = {"optimizer": OptimizerSpec(step=job.optimizer.step)}
-    low_bit = {"optimizer": LOW_BIT["adamw8bit"], "host_offload": False, "offload_optimizer": False}
+    small, small_states = SMALL_STATES
+    on_device = {"optimizer": small, "host_offload": False, "offload_optimizer": False}
     plain = job.optimizer.name == "adamw" and not (job.host_offload or job.offload_optimizer)
-    sharded, few_bits = "an element-wise optimizer, which may be sharded", "states of 8 bits"
+    sharded = "an element-wise optimizer, which may be sharded"
     adamw = Remedy(f"{sharded} (optim='adamw_torch')", f"{sharded} (--optimizer adamw)")
-    adamw8bit = Remedy(f"{few_bits} (optim='adamw_torch_8bit')", f"{few_bits} (--optimizer adamw8bit)")
-    changes += [(adamw, job.optimizer.needs_whole, element_wise), (adamw8bit, plain, low_bit)]
+    changes += [(adamw, job.optimizer.needs_whole, element_wise), (small_states, plain, on_device)]
     for words, possible, change in changes:
         if possible and fits_by_estimate(replace(problem, job=replace(job, **change))):
             yield words

@@ -16,7 +16,12 @@ from ..problem import PlanningProblem, Strategy
 from .candidates import ROUNDED, Candidate, possible_candidates
 from .options import HOST
 from .remedies import infeasible_error
+from .simplest import Found, SimplestSearch
 from .solver import BranchAndBound, Solution
+
+_LEAST_WORK = 1.5
+"""Seconds of work that the search for a simple plan may always take; where the search for the fastest plan took more,
+it may take as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,38 +116,34 @@ class _Search:
             for candidate in self.candidates
         }
         """Best known lower bound on the step time of each candidate's plans under the limit, in seconds."""
-        self._left_s = math.inf
-        """Least step time that the last search did not exclude; its cutoff if it excluded all plans."""
         self._solvers: dict[Candidate, BranchAndBound] = {}
         self._found: SearchResult | None = None
-        self._parts: frozenset[Hashable] = frozenset()
-        """Parts of the fastest plan."""
+        self._fastest: Found | None = None
 
     def best(self, cutoff_s: float = math.inf) -> SearchResult | None:
         """Return the fastest plan under the limit; None if no plan fits and takes less than `cutoff_s`."""
         if self._found is None and (solved := self._solve(cutoff_s)) is not None:
-            self._found, self._parts = solved
+            self._found, self._fastest = solved
         return self._found if self._found is not None and self._found.time.step_s < cutoff_s else None
 
     def simplest(self, simplicity: float) -> SearchResult | None:
-        """Return the plan of fewest parts whose step is longer than the fastest plan's by at most this share.
-
-        For each number of parts, from the least possible one, the fastest plan of so many parts is searched.
-        """
-        best = self.best()
-        if best is None or not simplicity or self._problem.strategy is not Strategy.OSDP:
+        """Return the plan of fewest parts whose step is longer than the fastest plan's by at most this share."""
+        best, fastest = self.best(), self._fastest
+        if best is None or fastest is None or not simplicity or self._problem.strategy is not Strategy.OSDP:
             return best
-        cutoff_s, proven = best.time.step_s * (1 + simplicity), True
-        for most in range(min(candidate.timeline.least_parts for candidate in self.candidates), len(self._parts)):
-            solved = self._solve(cutoff_s, most)
-            if solved is not None:
-                found, parts = solved
-                plan = replace(found.plan, simplified=_gained(best, found, self._parts, parts))
-                if not proven:
-                    plan = replace(plan, proven_optimal=False, gap=None)
-                return replace(found, plan=plan, fastest=best)
-            proven = proven and self._left_s >= cutoff_s
-        return best
+        cutoff_s = best.time.step_s * (1 + simplicity)
+        near = sorted((bound, number) for number, bound in enumerate(self._bounds_s.values()) if bound < cutoff_s)
+        work = sum(solver.work for solver in self._solvers.values())
+        found, proven = SimplestSearch(
+            [self.candidates[number] for _, number in near], self._limit, cutoff_s, max(work, _LEAST_WORK)
+        ).near(fastest)
+        if found is fastest:
+            return replace(best, plan=replace(best.plan, proven_simplest=proven))
+        simple = _decoded(found.candidate, found.layouts, self._problem.memory_limit_bytes, best.plan.gap)
+        plan = replace(
+            simple.plan, proven_simplest=proven, simplified=_gained(best, simple, fastest.parts, found.parts)
+        )
+        return replace(simple, plan=plan, fastest=best)
 
     def least(self) -> SearchResult:
         """Return the plan that needs the least memory, communicators included."""
@@ -153,10 +154,8 @@ class _Search:
         assert best is not None
         return _decoded(best[0], best[1], None, None)
 
-    def _solve(
-        self, cutoff_s: float, most_parts: int | None = None
-    ) -> tuple[SearchResult, frozenset[Hashable]] | None:
-        """Return the fastest plan of at most so many parts, and its parts; None if none is faster than the cutoff."""
+    def _solve(self, cutoff_s: float) -> tuple[SearchResult, Found] | None:
+        """Return the fastest plan; None if none is faster than the cutoff."""
         best: tuple[Candidate, Solution] | None = None
         best_s = bound_s = cutoff_s
         waiting = [(bound, number) for number, bound in enumerate(self._bounds_s.values())]
@@ -164,7 +163,7 @@ class _Search:
         while waiting and waiting[0][0] < best_s:
             _, number = heapq.heappop(waiting)
             candidate = self.candidates[number]
-            solution = candidate.quickest(self._limit, most_parts)
+            solution = candidate.quickest(self._limit)
             if solution is None:
                 if candidate not in self._solvers:
                     self._solvers[candidate] = solver = BranchAndBound(
@@ -173,19 +172,18 @@ class _Search:
                     self._bounds_s[candidate] = max(solver.bound_s * (1 - ROUNDED), self._bounds_s[candidate])
                     heapq.heappush(waiting, (self._bounds_s[candidate], number))  # another may now come first
                     continue
-                solution = self._solvers[candidate].run(best_s, most_parts)
+                solution = self._solvers[candidate].run(best_s)
             if solution is not None:
                 bound_s = min(bound_s, solution.bound)
                 if solution.objective < best_s:
                     best, best_s = (candidate, solution), solution.objective
-        self._left_s = bound_s
         if best is None:
             return None
         candidate, solution = best
-        gap = max(0.0, 1 - bound_s / best_s)
-        found = _decoded(candidate, solution.layouts, self._problem.memory_limit_bytes, gap)
+        found = _decoded(candidate, solution.layouts, self._problem.memory_limit_bytes, max(0.0, 1 - bound_s / best_s))
         assert found.peak_bytes <= self._problem.room_bytes, "the solver's moments are those of the walk"
-        return found, candidate.timeline.plan_parts(solution.layouts)
+        parts = candidate.timeline.plan_parts(solution.layouts)
+        return found, Found(candidate, solution.layouts, best_s, parts)
 
 
 @functools.lru_cache(maxsize=4)

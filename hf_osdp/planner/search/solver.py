@@ -29,10 +29,12 @@ _FEW, _MORE = 12, 4
 """Options of each group in the search for a first plan, and the factor by which they grow while none is found."""
 _FIRST_GAP = 1e-3
 """Relative gap of the search for a first plan, which only bounds the search after it."""
-_SCIP_WORK, _MOST_NODES, _MOST_WORK = 1_000_000, 100, 8.0
-"""Limits of one search: SCIP's variables times nodes at one node; nodes of branch and bound; CP-SAT's deterministic
-seconds. Beyond them the search returns its best plan, with the gap that
-it proved. No limit depends on a clock, so that equal problems always give equal plans."""
+_SCIP_WORK, _MOST_NODES, _MOST_WORK = 25.0, 100, 8.0
+"""Limits of one search: SCIP's work at one node; nodes of branch and bound; CP-SAT's work. Beyond them the search
+returns its best plan, with the gap that it proved. Work is in deterministic seconds: no limit depends on a clock, so
+that equal problems always give equal plans."""
+_SCIP_ROOT = 1.25e-8
+"""Most seconds of SCIP's first node, where work is limited, for each square of coefficients."""
 _ROUNDING = 2**22
 """Rounding error of a bound of the linear solver, in steps of the objective."""
 Kept: TypeAlias = dict[UnitGroup, set[Option]]
@@ -69,8 +71,9 @@ def any_within(
     """Return some layouts with every moment within the limit; None if there are none, or CP-SAT finds none within
     `most_work`.
     """
+    meshes = timeline.communicator_bytes > 0
     frugal = {
-        group: {option for (option,) in undominated(((option,) for option in group.options), by_memory=True)}
+        group: {o for (o,) in undominated(((option,) for option in group.options), by_memory=True, meshes=meshes)}
         for group in timeline.groups
     }
     found = Program(timeline.keeping(frugal), job, limit_bytes).solve(most_work)
@@ -97,24 +100,29 @@ class BranchAndBound:
         )
         self._scale, self._numbers = _RESOLUTION / largest, itertools.count()
         self._most_parts: int | None = None
+        self.work = 0.0
+        """Work of all searches so far, in seconds by `IntegerModel.work`."""
         self._every = {group: set(group.options) for group in timeline.groups}
         program = self._program(self._every, {}, linear=True)
         self._root = program.relax()
+        self.work += program.work
         bound = math.inf if program.infeasible else 0.0 if self._root is None else self._root.bound
         self.bound_s = bound / self._scale
         """Lower bound on the seconds of every plan, by the relaxation with every option; infinite if no plan fits."""
 
-    def run(self, cutoff_s: float = math.inf, most_parts: int | None = None) -> Solution | None:
+    def run(
+        self, cutoff_s: float = math.inf, most_parts: int | None = None, most_work: float = math.inf
+    ) -> Solution | None:
         """Return the fastest layouts with every moment within the limit; None if no plan both fits and is faster than
         the cutoff. With `most_parts`, only plans of at most so many parts (`Option.parts`) count; a cutoff is then
         needed.
 
-        If too much work would be left, the result is the best plan so far; without a plan it has no layouts and an
-        infinite objective.
+        If too much work would be left, or `most_work` is done, the result is the best plan so far; without a plan it
+        has no layouts and an infinite objective.
         """
         self._best, self._left, self._gap = cutoff_s * self._scale, math.inf, 0.0
         """Cost of the best plan or the cutoff, least bound of the nodes left out, relative gap of the search."""
-        self._most_parts, self._work = most_parts, _MOST_WORK
+        self._most_parts, self._work, self._end = most_parts, _MOST_WORK, self.work + most_work
         self._found: Solution | None = None
         every, relaxed = self._every, self._root
         if relaxed is None:
@@ -152,7 +160,7 @@ class BranchAndBound:
             if not self._open:
                 return
             node = heapq.heappop(self._open)
-            if visited == _MOST_NODES or self._work <= 0 or self._is_slow(node.bound):
+            if visited == _MOST_NODES or min(self._work, self._left_work) <= 0 or self._is_slow(node.bound):
                 self._left = min(self._left, node.bound)
                 return
             self._visit(node)
@@ -164,9 +172,11 @@ class BranchAndBound:
         kept = node.kept
         for whole in (False, True):
             program = self._program(kept, node.patterns, linear=True, cheaper=self._most_parts is not None)
-            relaxed = program.relax(gap=max(self._gap, MIN_GAIN) if whole else None, most_work=_SCIP_WORK)
+            relaxed = self._relaxed(program, gap=max(self._gap, MIN_GAIN) if whole else None)
             if relaxed is None:
-                if not program.infeasible:
+                if self._most_parts is not None and not program.infeasible:
+                    self._leave(node.bound)
+                elif not program.infeasible:
                     self._solve(kept, node.patterns, node.bound)
                 return
             if self._is_slow(relaxed.bound):
@@ -196,10 +206,26 @@ class BranchAndBound:
         presolving. What takes SCIP long in one way is often quick in another.
         """
         program = self._program(node.kept, node.patterns, linear=True, cheaper=True)
-        relaxed = program.relax(gap=MIN_GAIN, most_work=_SCIP_WORK, presolve=False)
+        relaxed = self._relaxed(program, gap=MIN_GAIN, presolve=False)
         bound = node.bound if relaxed is None else max(node.bound, relaxed.bound)
         if not (program.infeasible or (relaxed and self._accept(program.counts(relaxed)) and relaxed.optimal)):
             self._leave(bound)
+
+    @property
+    def _left_work(self) -> float:
+        """Work until the search must end."""
+        return self._end - self.work
+
+    def _relaxed(self, program: Program, *, gap: float | None, presolve: bool = True) -> Relaxation | None:
+        """Solve a relaxation, unless SCIP is likely to do more than the work left; count its work."""
+        most_work = self._left_work
+        if gap is not None:
+            if program.size**2 * _SCIP_ROOT > most_work:
+                return None
+            most_work = min(_SCIP_WORK, most_work)
+        relaxed = program.relax(gap=gap, most_work=max(most_work, 0.01), presolve=presolve)
+        self.work += program.work
+        return relaxed
 
     def _leave(self, bound: float) -> None:
         """Leave out a node with this bound."""
@@ -268,8 +294,9 @@ class BranchAndBound:
 
     def _solved(self, program: Program) -> bool:
         """Solve a program by CP-SAT and adopt its solution; return whether it is proven optimal."""
-        solved = program.solve(max(0.01, self._work))
+        solved = program.solve(max(0.01, min(self._work, self._left_work)))
         self._work -= program.work
+        self.work += program.work
         if solved is None:
             return False
         layouts, cost, complete = solved

@@ -12,11 +12,10 @@ from ...errors import OSDPError
 from ..cost.memory import SegmentBytes, gathered_ahead, merging_segments, resident_bytes
 from ..cost.timing import UnitTimer
 from ..cost.units import gradients_arriving, once_per_shape, shape_ids, unit_bytes
-from ..decision import Batch, UnitLayout, meshes_of
+from ..decision import Batch, Space, UnitLayout, meshes_of
 from ..description import Activations, GatherSpan, Recomputation
 from ..problem import PlanningProblem
 from .options import LaterCall, Option, Part, RootSegment, Timeline, UnitGroup, undominated
-from .strategies import Space
 
 SHORT_ROW = 8
 """Longest row of equal units that is searched unit by unit; in a longer row only the first and the last unit are."""
@@ -34,9 +33,13 @@ class _Others(NamedTuple):
 
 
 class BatchCosts:
-    """Costs of layouts at one batch of a problem, shared by its search spaces."""
+    """Costs of layouts at one batch of a problem, shared by its search spaces.
 
-    def __init__(self, problem: PlanningProblem, batch: Batch) -> None:
+    With `alike`, a unit keeps each layout that is not dominated in all units of its structure, for plans in which they
+    have the same one.
+    """
+
+    def __init__(self, problem: PlanningProblem, batch: Batch, *, alike: bool = False) -> None:
         description = problem.description
         self.problem, self.batch = problem, batch
         self.calls: dict[int, list[int]] = {}
@@ -57,7 +60,7 @@ class BatchCosts:
         )
         self._timer = UnitTimer(description, problem.hardware, problem.job, batch)
         self._shapes = shape_ids(description.units)
-        self._simple = problem.simplicity > 0
+        self._same = alike
         away = [unit in description.offloadable for unit in range(len(description.units))]
         choices = list(zip(self._shapes, description.recomputations, away, strict=True))
         self._alike = [choices.index(choice) for choice in choices]
@@ -93,7 +96,7 @@ class BatchCosts:
         """Return the options of a unit that are not dominated, in the order of the rule in `options.py`."""
         key = (self._kind(unit), layouts, others)
         if key not in self._options:
-            alike = (self._alike[unit] if self._simple else self._kind(unit), layouts, others)
+            alike = (self._alike[unit] if self._same else self._kind(unit), layouts, others)
             if alike not in self._kept:
                 self._kept[alike] = self._undominated(unit, layouts, others)
             kept = (self._made_option(unit, layout, others) for layout in self._kept[alike])
@@ -101,12 +104,13 @@ class BatchCosts:
         return self._options[key]
 
     def _undominated(self, unit: int, layouts: tuple[UnitLayout, ...], others: _Others) -> tuple[UnitLayout, ...]:
-        """Return the layouts that no other dominates; if simple plans are wanted, in all units of this structure."""
+        """Return the layouts that no other dominates; with `alike`, in all units of this structure."""
         same = [other for other, first in enumerate(self._alike) if first == self._alike[unit]]
-        kinds = {self._kind(other): other for other in (same if self._simple else [unit])}
+        kinds = {self._kind(other): other for other in (same if self._same else [unit])}
         made = [tuple(self._made_option(one, layout, others) for one in kinds.values()) for layout in layouts]
         small = [options for options in made if all(max(map(abs, option.levels)) <= _MOST_BYTES for option in options)]
-        return tuple(options[0].layout for options in undominated(small or made[:1]))
+        meshes = self._same or self.problem.hardware.device.communicator_bytes > 0
+        return tuple(options[0].layout for options in undominated(small or made[:1], meshes=meshes))
 
     def _indices(self, unit: int) -> list[int]:
         """Return the segments in which the unit is gathered."""
@@ -143,12 +147,9 @@ class BatchCosts:
     def _option(self, unit: int, indices: list[int], layout: UnitLayout, others: _Others) -> Option:
         """Return a layout with its bytes and seconds; `indices` are the unit's segments in forward order."""
         hardware, terms = self.problem.hardware, self._memory[others.on_host](unit, layout)
-        meshes: frozenset[tuple[int, int]] = frozenset()
-        if hardware.device.communicator_bytes or self._simple:
-            meshes = meshes_of(layout.shard_size, layout.stage_size, hardware.world_size)
         whole = Option(
-            layout=layout, bytes=terms, seconds=self._timer(unit, layout).total_s, meshes=meshes,
-            structure=self._alike[unit],
+            layout=layout, bytes=terms, seconds=self._timer(unit, layout).total_s, structure=self._alike[unit],
+            meshes=meshes_of(layout.shard_size, layout.stage_size, hardware.world_size),
         )  # fmt: skip
         if not indices:
             return whole

@@ -14,7 +14,7 @@ from hf_osdp.checkpoint.resume import check_checkpoint
 from hf_osdp.errors import CheckpointError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.trainer import Trainer
-from hf_osdp.modeling.split.apply_split import split_operators
+from hf_osdp.modeling.split.operators import split_operators
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.split import OperatorSplit
 from tests.helpers.models import VOCABULARY, tiny_model

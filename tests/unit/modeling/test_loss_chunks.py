@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from hf_osdp.errors import OSDPError
-from hf_osdp.modeling.loss_chunks import chunk_loss
 from hf_osdp.modeling.split.deferred_logits import DeferredLogits
+from hf_osdp.modeling.split.loss_chunks import chunk_loss
 from tests.helpers.models import VOCABULARY, tiny_batch, tiny_model
 
 SMALL = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_osdp.errors import DescriptionError
-from hf_osdp.modeling.split_candidates import SHALLOW, possible_splits, split_units
+from hf_osdp.modeling.split.candidates import SHALLOW, possible_splits, split_units
 from hf_osdp.modeling.units import find_units
 from hf_osdp.modeling.wrapping import recomputation_of, recompute
 from hf_osdp.planner.description import Activations, DType, GatherSpan

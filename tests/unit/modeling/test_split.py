@@ -32,10 +32,11 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.pytorch_utils import Conv1D
 
 from hf_osdp.errors import OSDPError
-from hf_osdp.modeling.split.apply_split import SplitHead, split_operators
+from hf_osdp.modeling.parts import part_names
 from hf_osdp.modeling.split.deferred_logits import DeferredLogits
 from hf_osdp.modeling.split.modules import SplitLinear
-from hf_osdp.modeling.split.names import is_split, merge_state_dict, slice_names, split_names
+from hf_osdp.modeling.split.names import is_split, merge_state_dict, whole_parameters
+from hf_osdp.modeling.split.operators import SplitHead, split_operators
 from hf_osdp.planner.split import OperatorSplit
 from tests.helpers.models import tiny_batch, tiny_model
 
@@ -347,17 +348,19 @@ def test_loading_tells_what_does_not_fit():
 
 def test_slices_have_names_in_the_whole_and_of_their_own():
     model = split(GPT2(), 4, *NAMES)
-    names = split_names(model)
+    names = whole_parameters(model)
     fc = names["transformer.h.0.mlp.c_fc.weight"]
     assert fc.parts == tuple(f"transformer.h.0.mlp.c_fc.slices.{index}.weight" for index in range(4))
     assert (fc.dim, fc.sizes, fc.shape, fc.starts) == (1, (20,) * 4, (20, 80), (0, 20, 40, 60))
     assert names["lm_head.weight"].parts == names["transformer.wte.weight"].parts
     assert names["lm_head.weight"].sizes == (16, 15, 15, 15)
-    found = slice_names(split(GPT2(), 2, "transformer.h.0.mlp.c_fc", "lm_head"))
-    assert found == tuple(
-        f"transformer.{owner}.slices.{index}" for owner in ("wte", "h.0.mlp.c_fc") for index in (0, 1)
-    )
-    assert slice_names(GPT2()) == ()
+    found = part_names(split(GPT2(), 2, "transformer.h.0.mlp.c_fc", "lm_head"))
+    assert list(found.items()) == [
+        (f"transformer.{owner}.slices.{index}", owner == "wte")
+        for owner in ("wte", "h.0.mlp.c_fc")
+        for index in (0, 1)
+    ]
+    assert not part_names(GPT2())
 
 
 def test_blocks_in_a_checkpoint_wrapper_keep_their_names():
@@ -365,7 +368,7 @@ def test_blocks_in_a_checkpoint_wrapper_keep_their_names():
     model.transformer.h[0] = checkpoint_wrapper(model.transformer.h[0])
     want = set(model.state_dict())
     split(model, 2, "transformer.h.0.mlp.c_fc")
-    assert set(split_names(model)) == {"transformer.h.0.mlp.c_fc.weight", "transformer.h.0.mlp.c_fc.bias"}
+    assert set(whole_parameters(model)) == {"transformer.h.0.mlp.c_fc.weight", "transformer.h.0.mlp.c_fc.bias"}
     assert set(model.state_dict()) == want
 
 

@@ -10,12 +10,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from hf_osdp.errors import OSDPError
-from hf_osdp.modeling.split.apply_split import split_operators
-from hf_osdp.modeling.split.names import SlicedName, merge_state_dict, split_state_dict
+from hf_osdp.modeling.split.names import WholeParameter, merge_state_dict, split_state_dict
+from hf_osdp.modeling.split.operators import split_operators
 from hf_osdp.planner.split import OperatorSplit
 from hf_osdp.sharding.optimizer_steps import parameter_names, rebind_parameters
 from hf_osdp.sharding.state import (
-    SlicedTensor,
+    WholeTensor,
     full_optimizer_state_dict,
     full_state_dict,
     load_full_optimizer_state_dict,
@@ -130,11 +130,11 @@ def test_optimizer_state_of_another_model_does_not_load():
 # tensor
 
 
-def sliced(whole: torch.Tensor, sizes: tuple[int, ...], dim: int) -> SlicedTensor:
-    name = SlicedName(
+def sliced(whole: torch.Tensor, sizes: tuple[int, ...], dim: int) -> WholeTensor:
+    name = WholeParameter(
         name="w", parts=tuple(f"w{i}" for i in range(len(sizes))), dim=dim, sizes=sizes, shape=tuple(whole.shape)
     )
-    return SlicedTensor([part.clone() for part in whole.split(list(sizes), dim)], name)
+    return WholeTensor([part.clone() for part in whole.split(list(sizes), dim)], name)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -151,6 +151,6 @@ def test_slices_are_saved_as_one_tensor_and_loaded_into_others(tmp_path, dim):
 
 def test_tensor_in_slices_cannot_be_computed_with():
     tensor = sliced(torch.zeros(4, 4), (2, 2), 0)
-    assert repr(tensor) == "SlicedTensor(shape=(4, 4))"
-    with pytest.raises(NotImplementedError, match="on a SlicedTensor, which can only be saved and loaded"):
+    assert repr(tensor) == "WholeTensor(shape=(4, 4))"
+    with pytest.raises(NotImplementedError, match="on a WholeTensor, which can only be saved and loaded"):
         tensor + 1

@@ -13,13 +13,13 @@ from hf_osdp.errors import InfeasibleError, PlanError
 from hf_osdp.planner.cost.units import unit_seconds
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import DType, GatherSpan
-from hf_osdp.planner.hardware import CodecTime, Collective, CollectiveTiming
+from hf_osdp.planner.hardware import Collective, CollectiveTiming
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.search.compare import compare_strategies
 from hf_osdp.planner.search.search import search
-from hf_osdp.planner.search.strategies import fastest_wires
+from hf_osdp.planner.search.wires import fastest_wires
 from hf_osdp.planner.training_job import Precision, TrainingJob
-from hf_osdp.planner.wire import WireFormat, formats_up_to
+from hf_osdp.planner.wire import CodecTime, WireFormat, formats_up_to
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.preparation.plan_run import check_communication
 from tests.helpers.descriptions import transformer
@@ -65,7 +65,7 @@ def test_formats_are_the_fastest_of_all_combinations(allowed, precision, rate):
         chosen = with_wires(unit, layout, hardware, job)
         assert seconds(unit, chosen, hardware, job) == pytest.approx(fastest)
         assert replace(chosen, gather_wire=None, reduce_wire=None, replica_wire=None) == layout
-        assert set(chosen.wires.values()) <= set(formats)
+        assert set(chosen.formats.values()) <= set(formats)
 
 
 def test_a_format_that_is_measured_to_be_slow_is_not_taken():
@@ -80,7 +80,7 @@ def test_a_format_that_is_measured_to_be_slow_is_not_taken():
         unit_seconds(unit, replace(LAYOUTS[1], replica_wire=INT4), machine, JOB).all_reduce
         for machine in (hardware, measured)
     ]
-    per_element = [machine.codec(INT4) for machine in (hardware, measured)]
+    per_element = [machine.coding_time(INT4) for machine in (hardware, measured)]
     coded = [elements * ((c.encode_s + c.decode_s) / 2 + c.encode_s / 2 + c.decode_s) for c in per_element]
     assert times[1] - times[0] == pytest.approx(coded[1] - coded[0])
 
@@ -97,7 +97,7 @@ def test_parameters_are_never_sent_in_four_bits_and_bf16_not_in_bf16():
     layout = with_wires(unit, LAYOUTS[3], SLOW, JOB)
     assert layout.gather_wire is INT8 and layout.reduce_wire is INT4
     only_bf16 = replace(JOB, communication=BF16, precision=Precision.named("bf16"))
-    assert with_wires(unit, LAYOUTS[3], SLOW, only_bf16).wires == {"reduce": BF16}
+    assert with_wires(unit, LAYOUTS[3], SLOW, only_bf16).formats == {"reduce": BF16}
     with pytest.raises(ValueError, match="gather_wire=int4 is only for gradients"):
         UnitLayout(shard_size=2, reshard_after_forward=True, gather_wire=INT4)
     with pytest.raises(ValueError, match="need a sharded unit"):
@@ -131,13 +131,13 @@ def test_search_takes_them_where_the_link_is_slow_and_compare_shows_what_they_ga
     slow = problem(description, SLOW, JOB)
     exact = replace(slow, job=replace(JOB, communication=None))
     found = search(slow)
-    assert found.plan.step_s < search(exact).plan.step_s and any(unit.wires for unit in found.plan.units)
+    assert found.plan.step_s < search(exact).plan.step_s and any(unit.formats for unit in found.plan.units)
     assert Plan.from_json(found.plan.to_json()) == found.plan and "int4" in found.plan.units[0].describe(4)
     rows = {row.label: row.result.plan for row in compare_strategies(slow)}
     assert rows["osdp"] == found.plan and rows["osdp, exact"].step_s == search(exact).plan.step_s
-    assert not any(unit.wires for label, plan in rows.items() if label != "osdp" for unit in plan.units)
+    assert not any(unit.formats for label, plan in rows.items() if label != "osdp" for unit in plan.units)
     fast = problem(description, bare_preset("h100", devices_per_node=8), JOB)
-    assert not any(unit.wires for unit in search(fast).plan.units)
+    assert not any(unit.formats for unit in search(fast).plan.units)
 
 
 def test_given_plan_of_coarser_formats_than_allowed_is_refused():
@@ -148,15 +148,15 @@ def test_given_plan_of_coarser_formats_than_allowed_is_refused():
     )
     for allowed in ("exact", "bf16"):
         with pytest.raises(PlanError, match=f"in int8, but communication='{allowed}'; set communication='int8'"):
-            check_communication(plan, OSDPConfig(plan=plan, communication=allowed).wire)
-    check_communication(plan, OSDPConfig(plan=plan, communication="int4").wire)
+            check_communication(plan, OSDPConfig(plan=plan, communication=allowed))
+    check_communication(plan, OSDPConfig(plan=plan, communication="int4"))
     with pytest.raises(
         ValueError, match="measures links by exact communication, but the run has communication='int8'"
     ):
         OSDPConfig(recalibrate=True, communication="int8")
     with pytest.raises(ValueError, match="communication='fp8' is not known; use one of exact, bf16, int8, int4"):
         OSDPConfig(communication="fp8")
-    with pytest.raises(PlanError, match="has a replica_wire, but is sharded over all ranks"):
+    with pytest.raises(PlanError, match="has a format for its replicas, but is sharded over all ranks"):
         replace(plan, units=tuple(replace(unit, shard_size=4) for unit in plan.units))
     with pytest.raises(PlanError, match="is sent in fewer bits"):
         plan.to_fsdp_plan()

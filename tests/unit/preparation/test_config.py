@@ -10,7 +10,8 @@ import pytest
 
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import Strategy
-from hf_osdp.planner.wire import EXACT, WireFormat
+from hf_osdp.planner.training_job import EXACT
+from hf_osdp.planner.wire import WireFormat
 from hf_osdp.preparation.config import OSDPConfig, merged_config, option_texts
 
 
@@ -19,7 +20,7 @@ def test_defaults_leave_everything_to_the_planner():
               "time_blocks": True,
               "report": True, "async_save": False,
               "resume_after_restart": True, "save_on_sigterm": True, "on_oom": "raise",
-              "communication": "exact", "simplicity": 0.0}  # fmt: skip
+              "communication": "exact", "simplicity": 0.01}  # fmt: skip
     assert {name: value for name, value in dataclasses.asdict(OSDPConfig()).items() if value is not None} == stated
     assert OSDPConfig().memory_limit_bytes is None and OSDPConfig(memory_limit="8GiB").memory_limit_bytes == 8 * 2**30
 
@@ -75,7 +76,7 @@ def test_bad_options_give_value_limit_and_remedy_in_one_line(options, parts):
         ({"recalibrate": True}, "recalibrate=True"),
         ({"on_oom": "replan"}, "on_oom='replan'"),
         ({"memory_margin": 0.1}, "memory_margin=0.1"),
-        ({"simplicity": 0.01}, "simplicity=0.01"),
+        ({"simplicity": 0.02}, "simplicity=0.02"),
         *(
             ({name: False}, f"{name}=False")
             for name in ("recompute", "host_offload", "split_vocabulary", "operator_splitting")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from hf_osdp.modeling.split_candidates import possible_splits
+from hf_osdp.modeling.split.candidates import possible_splits
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.split import ModelSplit
 from hf_osdp.preparation.config import OSDPConfig

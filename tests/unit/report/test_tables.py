@@ -182,9 +182,13 @@ def test_plan_table_and_caption_show_what_the_host_holds_of_each_unit_and_of_a_m
 
 
 def test_plan_caption_says_what_the_fastest_plan_would_have_gained():
-    plan = replace(PLAN, simplified="0.35 % slower than the fastest plan found, which has 5 layouts instead of 4")
+    simplified = "0.35 % slower than the fastest plan found, which has 5 layouts instead of 4"
+    plan = replace(PLAN, simplified=simplified, proven_simplest=True)
     *_, simpler, proven = plan_caption(plan, estimated(SMALL, plan))
-    assert simpler == f"Simpler than the fastest plan: {plan.simplified}." and "none as simple is faster" in proven
+    assert simpler == f"Simpler than the fastest plan: {simplified}." and "none as simple is faster" in proven
+    *_, simpler, fastest, unproven = plan_caption(replace(plan, proven_simplest=False), estimated(SMALL, plan))
+    assert simplified in simpler and "is faster than the fastest found, by the cost model" in fastest
+    assert unproven.startswith("Not proven: that no plan near the fastest is simpler")
 
 
 def test_plan_caption_says_where_the_peak_is_and_what_a_step_takes():

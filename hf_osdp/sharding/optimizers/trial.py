@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..tracing.memory_tracker import MemoryTracker
+from ...tracing.memory_tracker import MemoryTracker
 
 ROWS, COLUMNS, _SHARDS = 96, 64, 3
 """The matrix has more elements than the 4096 from which 8-bit optimizers quantize, a shard of it fewer."""

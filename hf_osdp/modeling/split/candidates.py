@@ -1,8 +1,7 @@
-"""Find splits of a model that may be faster, split the model or a copy of it, and find its units."""
+"""Find splits of a model that may be faster, and the units of a split model."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,14 +9,12 @@ from typing import cast
 
 from torch import nn
 
-from ..errors import OSDPError
-from ..planner.description import DType, GatherSpan, ModelDescription, UnitDescription
-from ..planner.split import ModelSplit, OperatorSplit
-from .loss_chunks import chunk_loss
-from .split.apply_split import split_operators
-from .split.modules import is_conv1d
-from .split.names import is_split
-from .units import embedding_and_head, find_units, modules_by_name
+from ...errors import OSDPError
+from ...planner.description import DType, GatherSpan, ModelDescription, UnitDescription
+from ...planner.split import ModelSplit, OperatorSplit
+from ..units import embedding_and_head, find_units, modules_by_name
+from .apply import split_copy
+from .modules import is_conv1d
 
 SHALLOW = 8
 """Most blocks of a model that is split into operators; in deeper models, blocks are small enough as units."""
@@ -29,33 +26,12 @@ MOST_SLICES = 64
 """Most slices of all blocks together; a search over more units takes minutes."""
 
 
-def apply_split(model: nn.Module, split: ModelSplit) -> None:
-    """Split a model in place, before it is sharded, unless it is split already; raise as `split_operators` and
-    `chunk_loss`.
-    """
-    if split.sliced and not is_split(model):
-        split_operators(model, split.sliced)
-    if split.loss_chunks > 1:
-        chunk_loss(model, split.loss_chunks)
-
-
-def split_copy(model: nn.Module, split: ModelSplit) -> nn.Module:
-    """Return a split copy on the meta device; the model is unchanged. Raise as `apply_split`."""
-    memo: dict[int, object] = {
-        id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()
-    }
-    memo |= {id(b): b.detach().to("meta") for b in model.buffers()}
-    copied = copy.deepcopy(model, memo)
-    apply_split(copied, split)
-    return copied
-
-
 def split_units(
     model: nn.Module, split: ModelSplit, block_classes: Sequence[str] | None = None, *, low_precision: bool = False
 ) -> tuple[UnitDescription, ...]:
     """Return the units of the model after a split (see `find_units`); the model is unchanged."""
     return find_units(
-        split_copy(model, split) if split.sliced else model,
+        split_copy(model, split) if split.cuts_parameters else model,
         block_classes,
         operators=split.operators,
         low_precision=low_precision,
@@ -68,7 +44,7 @@ def possible_splits(
     *,
     vocabulary: bool = True,
     operators: bool = True,
-    slices: bool = True,
+    parts: bool = True,
 ) -> tuple[ModelSplit, ...]:
     """Return the splits that may be faster, with the smallest changes first; the unsplit model is left out.
 
@@ -76,7 +52,7 @@ def possible_splits(
     shallow models also operator units, alone or with one of these, and operators in slices.
 
     The description is of the unsplit model. `vocabulary` requires that training passes labels to forward and reads no
-    logits. Without `operators`, only the loss in chunks is possible; without `slices`, no operator is sliced.
+    logits. Without `operators`, only the loss in chunks is possible; without `parts`, no operator is sliced.
     """
     heads = _heads(model) if vocabulary else []
     if description.compute_dtype is DType.FLOAT16:  # gradients that forward computes are without loss scale
@@ -89,7 +65,7 @@ def possible_splits(
         for kind in kinds
         for head in (ModelSplit(), *([] if kind.sliced else heads))
     )
-    return tuple(split for split in made if not split.is_none and (slices or not split.sliced))
+    return tuple(split for split in made if not split.is_none and (parts or not split.sliced))
 
 
 def _operator_splits(model: nn.Module, description: ModelDescription) -> list[ModelSplit]:

@@ -10,9 +10,10 @@ from torch import nn
 
 from ...errors import OSDPError
 from ...planner.split import OperatorSplit
+from ..parts import canonical_name
 from .deferred_logits import Change, DefersLogits, arguments_of, defer_logits
 from .modules import SplitEmbedding, SplitLinear, SplitOperator, VocabularySlice, is_conv1d
-from .names import canonical_name, keep_names
+from .names import keep_names
 
 
 class SplitHead(DefersLogits, SplitLinear):

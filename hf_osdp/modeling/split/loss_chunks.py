@@ -4,16 +4,15 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..errors import OSDPError
-from .split.deferred_logits import Change, DefersLogits, arguments_of, changed, defer_logits
-from .units import embedding_and_head
+from ...errors import OSDPError
+from ..units import embedding_and_head
+from .deferred_logits import Change, DefersLogits, arguments_of, changed, defer_logits
 
 _SUMMED_AT_ONCE = 8
 """Number of parts in which a weight's gradient is added to a sum of higher precision."""
@@ -179,8 +178,3 @@ def chunk_loss(model: nn.Module, chunks: int) -> None:
     chunked = cast(ChunkedHead, head)
     chunked.chunks, chunked.loss = chunks, SumOfLosses().train(head.training)
     defer_logits(owner, chunked)
-
-
-def chunked_heads(model: nn.Module) -> Iterator[ChunkedHead]:
-    """Yield the vocabulary projections of a model whose loss is in chunks."""
-    return (module for module in model.modules() if isinstance(module, ChunkedHead))
