@@ -61,7 +61,8 @@ def small(config: PreTrainedConfig) -> PreTrainedConfig:
     layers, kept = _kept_layers(config)
     defaults = {field.name: field.default for field in dataclasses.fields(config) if field.init}
     for name in defaults:
-        value, known = vars(config).get(name), vars(usual).get(name)
+        own = type(config).attribute_map.get(name, name)
+        value, known = vars(config).get(own), vars(usual).get(own)
         is_for_layers = isinstance(value, (list, tuple)) and len(value) == layers
         is_derived = (
             defaults.get(name) is None

@@ -35,6 +35,7 @@ from ..errors import OSDPError
 from ..measurement.step_meter import LoopMeter, Observation
 from ..modeling.batch import Inputs
 from ..modeling.build import checkpoint_blocks
+from ..modeling.replaced import replaced
 from ..modeling.wrapping import without_wrappers
 from ..planner.plan import Plan
 from ..planner.training_job import OptimizerSpec
@@ -49,7 +50,7 @@ from ..sharding.optimizer import frozen_parameters, spec_of_optimizer, spec_of_o
 from ..sharding.state import full_state_dict
 from ..sharding.steps import micro_step
 from .announce import announce_result, plan_and_announce
-from .checkpoints import AcceleratorCheckpoints, patched
+from .checkpoints import AcceleratorCheckpoints
 from .launch import launch_request
 from .plugin import OSDPPlugin, offloads, plugin_for, precision_of
 from .samples import batches_of_loader
@@ -347,7 +348,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
 
         All accelerators share the state.
         """
-        with patched(self.state, dynamo_plugin=TorchDynamoPlugin(backend="no")):
+        with replaced(self.state, dynamo_plugin=TorchDynamoPlugin(backend="no")):
             return super().prepare_model(*args, **kwargs)
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:

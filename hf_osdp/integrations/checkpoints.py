@@ -45,6 +45,7 @@ from ..checkpoint.writer import CheckpointWriter, on_first_rank
 from ..distributed.consensus import on_rank_zero, require_same
 from ..errors import CheckpointError
 from ..modeling.identity import configuration_texts, dataset_text, optimizer_texts, schedule_text
+from ..modeling.replaced import replaced
 from ..modeling.split.names import is_split, keep_positions
 from ..preparation.plan_run import PlannedRun
 from ..sharding.optimizers import kind_of
@@ -84,13 +85,13 @@ class AcceleratorCheckpoints(Accelerator):
             hidden: dict[str, Any] = (
                 {"_optimizers": []} if sharded else {}
             )  # stock expects as many models as optimizers
-            naming = patched(self.project_configuration, automatic_checkpoint_naming=False)
+            naming = replaced(self.project_configuration, automatic_checkpoint_naming=False)
             for index, optimizer in enumerate(sharded):
                 save_optimizer(
                     staging.path, model_of(optimizer, self._models), optimizer,
                     sharded=writes_shards(self.state.fsdp_plugin), index=index, files=staging.file_system,
                 )  # fmt: skip
-            with naming, our_state_functions(staging.file_system), patched(self, **hidden):
+            with naming, our_state_functions(staging.file_system), replaced(self, **hidden):
                 super().save_state(str(staging.path), safe_serialization, **kwargs)  # files of one rank come last
         limit = self.project_configuration.total_limit
         if self.project_configuration.automatic_checkpoint_naming and limit is not None and self.is_main_process:
@@ -124,7 +125,7 @@ class AcceleratorCheckpoints(Accelerator):
         for index, model in enumerate(self._models if own else ()):
             load_model(folder, model, index=index)
         try:
-            with our_state_functions(), patched(self, **hidden):
+            with our_state_functions(), replaced(self, **hidden):
                 super().load_state(str(folder), load_kwargs, **kwargs)
             for index, optimizer in enumerate(self._optimizers if own else ()):
                 load_optimizer(folder, model_of(optimizer, self._models), optimizer, index=index)
@@ -249,22 +250,8 @@ def our_state_functions(files: FileSystem | None = None) -> Iterator[None]:
 
     ours = {"save_fsdp_model": save_weights, "save_fsdp_optimizer": save_states}
     custom = {"save_custom_state": _save_custom_state, "load_custom_state": _load_custom_state}
-    with patched(accelerate.accelerator, **ours, **custom), patched(transformers.trainer, **ours):
+    with replaced(accelerate.accelerator, **ours, **custom), replaced(transformers.trainer, **ours):
         yield
-
-
-@contextmanager
-def patched(owner: object, **values: object) -> Iterator[None]:
-    """Set attributes of a module or an object in this context; restore or remove them afterwards."""
-    attributes = vars(owner)
-    before = {name: attributes[name] for name in values if name in attributes}
-    attributes.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            del attributes[name]
-        attributes.update(before)
 
 
 def _save_custom_state(obj: Stateful, path: str, index: int = 0, save_on_each_node: bool = False) -> None:

@@ -7,7 +7,7 @@ import inspect
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from ..distributed.process_group import all_gather_objects
 from ..modeling.batch import random_states_kept, with_row_length
+from ..modeling.replaced import replaced
 
 _MAX_STREAM_SAMPLES = 256
 """Most samples to read from a stream."""
@@ -153,16 +154,13 @@ def _preserve_generators(dataset: object) -> Iterator[None]:
     for holder in holders:
         for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
             if isinstance(value, _GENERATOR_TYPES):
-                held.append((vars(holder), name, value))
+                held.append((holder, name, value))
             elif hasattr(value, "__dict__") and len(holders) < 8:
                 holders.append(value)
-    for attributes, name, value in held:
-        attributes[name] = copy.deepcopy(value)
-    try:
+    with ExitStack() as stack:
+        for holder, name, value in held:
+            stack.enter_context(replaced(holder, **{name: copy.deepcopy(value)}))
         yield
-    finally:
-        for attributes, name, value in held:
-            attributes[name] = value
 
 
 def _copy_collator(collate: Collate) -> Collate:

@@ -20,6 +20,7 @@ from ..checkpoint.writer import on_every_rank
 from ..distributed.said_once import say_uncaught_once
 from ..distributed.stop import StopSignal
 from ..measurement.step_meter import StepMeter
+from ..modeling.replaced import replaced
 from ..modeling.wrapping import without_wrappers
 from ..preparation.config import OSDPConfig
 from ..preparation.plan_run import PlannedRun
@@ -28,7 +29,6 @@ from ..sharding.environment import hold_master_weights
 from ..sharding.state import free_gathered
 from .accelerator import OSDPAccelerator
 from .announce import announce_result, plan_and_announce
-from .checkpoints import patched
 from .plugin import OSDPPlugin
 from .subclasses import PlansWhenMade, check_order, with_full_weights
 from .trainer_arguments import (
@@ -138,7 +138,7 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
         """Validate as the stock Trainer, but accept an optimizer under FSDP: it receives the shards of its
         parameters.
         """
-        with patched(self, is_fsdp_enabled=self.is_fsdp_enabled and self._osdp is None):
+        with replaced(self, is_fsdp_enabled=self.is_fsdp_enabled and self._osdp is None):
             super()._validate_args()
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
@@ -151,7 +151,7 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
         if self._osdp is None:
             super().create_accelerator_and_postprocess()
             return
-        with patched(
+        with replaced(
             transformers.trainer, Accelerator=OSDPAccelerator
         ):  # the stock Trainer has no argument for the class
             super().create_accelerator_and_postprocess()

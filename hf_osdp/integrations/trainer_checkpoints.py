@@ -23,11 +23,12 @@ from ..distributed.consensus import on_rank_zero, require_same
 from ..distributed.stop import StopSignal
 from ..errors import CheckpointError
 from ..modeling.identity import configuration_texts, dataset_text, optimizer_texts, schedule_text
+from ..modeling.replaced import replaced
 from ..planner.plan import Plan
 from ..preparation.config import OSDPConfig
 from ..preparation.plan_run import PlannedRun
 from ..sharding.optimizers import kind_of
-from .checkpoints import is_adapted, keep_whole_positions, our_state_functions, patched
+from .checkpoints import is_adapted, keep_whole_positions, our_state_functions
 from .plugin import writes_shards
 
 _log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class TrainerCheckpoints(transformers.Trainer):
                 str(staging.path.parent),
                 lambda folder: None,
             )  # push only after the folder has been renamed
-            with patched(self, _get_output_dir=lambda trial: parent, _push_from_checkpoint=push_later):
+            with replaced(self, _get_output_dir=lambda trial: parent, _push_from_checkpoint=push_later):
                 super()._save_checkpoint(model, trial)
             self._record_best_name(staging.path, folder)
             if self.args.save_only_model and self._writes_shards():  # stock then writes no weights
@@ -146,7 +147,7 @@ class TrainerCheckpoints(transformers.Trainer):
             self.accelerator._writer.wait()  # stock loads the best one, which may be the last
         if self._osdp is None or not self._stop.stopped:
             return super()._finalize_training(*args, **kwargs)
-        with patched(self.args, load_best_model_at_end=False, save_total_limit=None):
+        with replaced(self.args, load_best_model_at_end=False, save_total_limit=None):
             return super()._finalize_training(*args, **kwargs)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as its base class
@@ -155,7 +156,7 @@ class TrainerCheckpoints(transformers.Trainer):
         """
         if self._osdp is None:
             return super()._init_training_state(*args, **kwargs)
-        with patched(self.args, per_device_train_batch_size=self._requested_batch_size):
+        with replaced(self.args, per_device_train_batch_size=self._requested_batch_size):
             result = super()._init_training_state(*args, **kwargs)
         self.state.train_batch_size = self._requested_batch_size
         self._keep_best_inside()

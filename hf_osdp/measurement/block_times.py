@@ -18,8 +18,9 @@ from ..distributed.process_group import all_gather_objects
 from ..errors import ProfileError
 from ..modeling.batch import loss_of, output_of, random_states_kept, same_random_numbers
 from ..modeling.build import build_on_meta, checkpoint_blocks, disable_cache
+from ..modeling.replaced import replaced
 from ..modeling.units import class_of, modules_by_name
-from ..modeling.wrapping import compile_forward, forward_replaced, frozen_norms_keep_dtype, under_autocast
+from ..modeling.wrapping import compile_forward, frozen_norms_keep_dtype, under_autocast
 from ..planner.description import ModelDescription, Segment
 from ..planner.profile import COPIES, SegmentTimes, SegmentWork, TimePoint
 from ..tracing.describe import describe
@@ -112,9 +113,9 @@ def _measure_passes(
     with ExitStack() as stack:
         stack.enter_context(stopwatch.attached())
         if timed.loss is not None:  # it may call the original model, as trainers do with `self.model`
-            stack.enter_context(forward_replaced(whole, model.__call__))
+            stack.enter_context(replaced(whole, forward=model.__call__))
         if timed.autocast and dtype is not None:
-            stack.enter_context(forward_replaced(model, under_autocast(model.forward, dtype, device.type)))
+            stack.enter_context(replaced(model, forward=under_autocast(model.forward, dtype, device.type)))
 
         def measure(size: int, *, alone: bool = False) -> Sections:
             with same_random_numbers():  # all ranks and passes run the same modules

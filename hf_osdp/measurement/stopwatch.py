@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ..modeling.replaced import replaced
 from ..modeling.units import modules_by_name, segment_modules
-from ..modeling.wrapping import cast_floating, forward_replaced
+from ..modeling.wrapping import cast_floating
 from ..planner.description import UnitDescription
 from .timing import Moment, barrier, now, seconds_between, synchronize
 
@@ -60,7 +61,7 @@ class Stopwatch:
         """
         with ExitStack() as stack:
             for unit, module in self._modules:
-                stack.enter_context(forward_replaced(module, self._timed(unit, module.forward)))
+                stack.enter_context(replaced(module, forward=self._timed(unit, module.forward)))
             for parameter in self._model.parameters():
                 if parameter.requires_grad:
                     handle = parameter.register_post_accumulate_grad_hook(

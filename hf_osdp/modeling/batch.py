@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import DescriptionError
+from .replaced import replaced
 
 Inputs = Callable[[int], Mapping[str, Any]]
 """Function from a number of samples to the keyword arguments of the module's forward."""
@@ -219,8 +220,7 @@ def traceable() -> Iterator[None]:
     with ExitStack() as stack:
         for module, (name, function) in _REPLACED.items():
             if hasattr(found := sys.modules.get(module), name):
-                stack.callback(setattr, found, name, getattr(found, name))
-                setattr(found, name, function)
+                stack.enter_context(replaced(found, **{name: function}))
         yield
 
 

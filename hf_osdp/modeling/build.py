@@ -5,7 +5,7 @@ checkpointing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import CheckpointingError, DescriptionError
+from .replaced import replaced
 from .units import class_of
 
 _SEQ_TO_SEQ = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
@@ -107,13 +108,10 @@ def disable_cache(model: nn.Module) -> bool:
 def without_checkpointing(model: nn.Module) -> Iterator[None]:
     """Make a model's blocks save their activations inside the context, as without checkpointing."""
     switched = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
-    for module in switched:
-        module.__dict__["gradient_checkpointing"] = False
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for module in switched:
-            module.__dict__["gradient_checkpointing"] = True
+            stack.enter_context(replaced(module, gradient_checkpointing=False))
+        yield
 
 
 def is_checkpointed(model: nn.Module) -> bool:

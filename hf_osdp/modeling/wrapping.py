@@ -132,18 +132,6 @@ def _inductor(budget: float) -> Callable[[fx.GraphModule, Sequence[Any]], Any]:
     return backend
 
 
-@contextmanager
-def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Make a module run `forward` inside the context, and restore its own forward afterwards."""
-    own = {key: value for key, value in vars(module).items() if key == "forward"}
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        vars(module).update(own)
-
-
 def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:  # noqa: ANN401
     """Cast floating-point tensors to the compute dtype, as FSDP2 casts each unit's inputs; None changes nothing."""
     return (

@@ -22,7 +22,8 @@ from ..distributed.mesh import Meshes
 from ..errors import OSDPError
 from ..modeling.batch import Loss, same_random_numbers, traceable
 from ..modeling.build import build_on_meta, checkpoint_blocks
-from ..modeling.wrapping import compiled_by, forward_replaced, under_autocast
+from ..modeling.replaced import replaced
+from ..modeling.wrapping import compiled_by, under_autocast
 from ..planner.cost.correction import Correction
 from ..planner.cost.memory import MemoryBreakdown
 from ..planner.description import ModelDescription
@@ -130,7 +131,7 @@ def simulate(
             stack.enter_context(cuda)
         if job.precision.autocast and job.precision.compute is not None:
             autocast = under_autocast(fake.forward, getattr(torch, job.precision.compute.value))
-            stack.enter_context(forward_replaced(fake, autocast))
+            stack.enter_context(replaced(fake, forward=autocast))
         optimizer = make_optimizer(fake, job.optimizer, plan, description.units)
         _run_step(fake, optimizer, fakes, plan, job, memory, chosen.loss)
     return Simulation(
@@ -243,11 +244,8 @@ def _separate_shape_propagation() -> Iterator[None]:
         with _disable_current_modes():
             return original(propagator, op_schema)
 
-    ShardingPropagator._propagate_tensor_meta_non_cached = separate  # type: ignore[method-assign,assignment]
-    try:
+    with replaced(ShardingPropagator, _propagate_tensor_meta_non_cached=separate):
         yield
-    finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]
 
 
 @contextmanager

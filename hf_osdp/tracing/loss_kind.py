@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map, tree_map_only
 
 from ..modeling.batch import Inputs, loss_of, plain_batch, same_random_numbers, traceable
-from ..modeling.wrapping import forward_replaced
+from ..modeling.replaced import replaced
 from .equal_blocks import RecordedCall, block_key, call_key
 from .fake_model import fake_copy, stored_tensors_releaser
 from .known_values import KnownValues
@@ -122,7 +122,7 @@ class _Examination:
             ):
                 stack.enter_context(context)
             stack.enter_context(
-                forward_replaced(self._model, self._fake.__call__)
+                replaced(self._model, forward=self._fake.__call__)
             )  # the loss may call the original model
             self._replay_equal_blocks(values, stack)
             items = values.counted(number, self._mode)
@@ -156,7 +156,7 @@ class _Examination:
 
         for blocks in [module for module in self._fake.modules() if isinstance(module, nn.ModuleList)]:
             for block in blocks:
-                stack.enter_context(forward_replaced(block, replaying(block)))
+                stack.enter_context(replaced(block, forward=replaying(block)))
 
 
 class _StandIns(KnownValues):

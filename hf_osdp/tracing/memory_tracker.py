@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..modeling.activation_offload import host_memory
+from ..modeling.replaced import replaced
 from ..planner.cost.units import pinned_bytes
 from .kernel_scratch import KernelScratch, Processors, kernel_scratch
 from .tensors import call_operator, is_dtensor, storages_in
@@ -159,12 +160,8 @@ class MemoryTracker(TorchDispatchMode):
             with self._targeting(_Target(Kind.HOST, pinned=True)):
                 return torch.empty_like(like)
 
-        torch.Tensor.to = to  # type: ignore[assignment,method-assign]
-        try:
-            with host_memory(on_host):
-                yield
-        finally:
-            del torch.Tensor.to  # restores the inherited method
+        with replaced(torch.Tensor, to=to), host_memory(on_host):
+            yield
 
     def __enter__(self) -> MemoryTracker:
         self._fake_mode = active_fake_mode()

@@ -12,6 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..modeling.replaced import replaced
+
 Value = Callable[[torch.Tensor], torch.Tensor | None]
 """Function from a fake tensor to a real one with its values; None if they are not known."""
 
@@ -26,25 +28,12 @@ def python_values(value: Value) -> Iterator[None]:
     Torch reads the memory of tensors in a list, which fake ones do not have. It makes a list of a fake tensor by one
     operator for each element, which takes seconds for the tokens of a batch.
     """
-    replaced: list[tuple[Any, str, Callable[..., Any]]] = [
-        (torch, "tensor", _of_lists(torch.tensor)),
-        (torch, "as_tensor", _of_lists(torch.as_tensor)),
-        (torch.utils, "swap_tensors", _swap),
-        (FakeTensor, "tolist", _list_maker(value)),
-        (FakeTensor, "__format__", _format),
-        (FakeTensor, "__array__", _array_maker(value)),
-    ]
-    originals = [(owner, name, vars(owner).get(name)) for owner, name, _ in replaced]
-    for owner, name, function in replaced:
-        setattr(owner, name, function)
-    try:
+    with (
+        replaced(torch, tensor=_of_lists(torch.tensor), as_tensor=_of_lists(torch.as_tensor)),
+        replaced(torch.utils, swap_tensors=_swap),
+        replaced(FakeTensor, tolist=_list_maker(value), __format__=_format, __array__=_array_maker(value)),
+    ):
         yield
-    finally:
-        for owner, name, own in originals:
-            if own is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, own)
 
 
 def _swap(one: torch.Tensor, other: torch.Tensor) -> None:

@@ -21,9 +21,10 @@ from ..errors import DescriptionError
 from ..modeling.activation_offload import host_memory, offload, tensors_of
 from ..modeling.batch import Inputs, loss_of, output_of, same_random_numbers, traceable
 from ..modeling.build import checkpoint_blocks
+from ..modeling.replaced import replaced
 from ..modeling.split.apply import losses_of, untied_parts
 from ..modeling.units import canonical_name, modules_by_name, segment_modules
-from ..modeling.wrapping import cast_floating, forward_replaced, recompute, under_autocast
+from ..modeling.wrapping import cast_floating, recompute, under_autocast
 from ..planner.affine import Affine
 from ..planner.description import GatherSpan, Recomputation, RecomputedSegment, Segment, UnitDescription
 from .attention import AttentionCall, Kernel
@@ -274,9 +275,9 @@ class _Tracer:
             stack.enter_context(host_memory(lambda like: None))
             stack.enter_context(self.reads)
             if run.autocast and run.torch_dtype is not None:
-                stack.enter_context(forward_replaced(self._fake, under_autocast(self._fake.forward, run.torch_dtype)))
+                stack.enter_context(replaced(self._fake, forward=under_autocast(self._fake.forward, run.torch_dtype)))
             if run.loss is not None:  # it may call the original model, as trainers do with `self.model`
-                stack.enter_context(forward_replaced(self._model, self._fake.__call__))
+                stack.enter_context(replaced(self._model, forward=self._fake.__call__))
             self._wrap(stack)
             records = [self._run(self._batches[count]) for count in samples]
         _refuse_fake_gradients(self._model)
@@ -369,7 +370,7 @@ class _Tracer:
         closed.
         """
         for unit, module in self._segments:
-            stack.enter_context(forward_replaced(module, self.reads.wrap_forward(unit, self._recording(unit, module))))
+            stack.enter_context(replaced(module, forward=self.reads.wrap_forward(unit, self._recording(unit, module))))
         for name, parameter in self._fake.named_parameters():
             if parameter.requires_grad:
                 note = functools.partial(self._note_gradient, name=self._step_names.get(canonical_name(name)))

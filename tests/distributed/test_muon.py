@@ -216,7 +216,9 @@ def test_accelerate_shards_for_muon_beside_adamw_and_trains_as_one_process():
 
 
 @pytest.mark.on_ranks(2)
-@pytest.mark.parametrize("sizes", [(2,), (1,), (2, 1)])
+@pytest.mark.parametrize(
+    "sizes", [pytest.param((2,), marks=pytest.mark.slow), pytest.param((1,), marks=pytest.mark.slow), (2, 1)]
+)
 def test_step_holds_what_is_estimated(sizes):
     """Beside the module's buffers and the batch, which the step does not bear on."""
     model, batch = model_of(dtype=torch.float32), Batch(micro_batch_size=1, accumulation_steps=1)

@@ -6,20 +6,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
 
 from ...errors import HardwareError, OSDPError
 from ...quantities import format_bytes
 from ..cost.memory import MemoryEstimate, SegmentBytes, estimate_memory, peak_of_terms
 from ..cost.units import UnitBytes
-from ..decision import Batch, UnitLayout
+from ..decision import Batch, Space, UnitLayout
 from ..description import Activations
-from ..problem import PlanningProblem
+from ..problem import PlanningProblem, Strategy
 from .options import Option, Timeline
 from .program import Program
 from .solver import Solution, any_within
-from .strategies import Space, batches, search_spaces
+from .strategies import batches, search_spaces
 from .timeline import BatchCosts, build_timeline
 
 UNLIMITED = 2**60
@@ -151,9 +151,15 @@ def all_candidates(problem: PlanningProblem, *, smallest_first: bool = False) ->
     """Yield the candidate of each batch and space, the largest micro-batch first unless `smallest_first`."""
     order = -1 if smallest_first else 1
     for batch in list(batches(problem.job, problem.hardware.world_size))[::order]:
-        costs = BatchCosts(problem, batch)
+        costs = _batch_costs(replace(problem, strategy=Strategy.OSDP, memory_limit_bytes=1), batch)
         for space in search_spaces(problem, batch):
             yield Candidate(problem=problem, batch=batch, space=space, timeline=build_timeline(costs, space))
+
+
+@lru_cache(maxsize=32)
+def _batch_costs(problem: PlanningProblem, batch: Batch) -> BatchCosts:
+    """Return the costs at one batch, which searches of all strategies and limits share."""
+    return BatchCosts(problem, batch)
 
 
 def possible_candidates(problem: PlanningProblem) -> list[Candidate]:

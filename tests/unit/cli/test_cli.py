@@ -371,6 +371,7 @@ def test_plan_says_tokens_and_utilisation(model, description):
         ("gpt2", ("--quantize", "nf4"), "freezes the base, so that nothing trains; add --lora-rank 16"),
         ("gpt2", ("--host-memory", "8XB"), "--host-memory='8XB' is not a number of bytes"),
         ("gpt2", ("--precision", "bfloat16"), "(nearest: bf16); see hf-osdp plan --help"),
+        ("gpt2", ("--split-vocabulary", "--no-operator-splitting"), "--split-vocabulary has no effect with --no-oper"),
         ("adapter", (), "is an adapter, which has no config.json; give the model that it adapts, with --lora-rank"),
         ("pipeline", (), "is a diffusion pipeline"),
     ],
