@@ -27,15 +27,17 @@ from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.hardware import CACHING_MARGIN
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
+from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.profile import Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
 from hf_osdp.planner.search.compare import compare_strategies, frontier
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.training_job import OptimizerSpec, Precision, TrainingJob
+from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.report.content import comparison_content, explanation_content
 from hf_osdp.report.explain import explain
 from hf_osdp.report.plan_file import read_plan_file
 from hf_osdp.tracing.describe import describe
-from tests.helpers.problems import problem
+from tests.helpers import problems
 
 SIZES = ("--sequence-length", "32", "--global-batch-size", "32")
 DEVICES = ("--device", "titan-rtx", "--devices-per-node", "4")
@@ -44,6 +46,11 @@ LIMIT = HARDWARE.limit_for(HARDWARE.unavoidable_bytes + 13 * 2**19)
 OPTIONS = (*SIZES, *DEVICES, "--memory-limit", str(LIMIT))
 WHOLE = (*OPTIONS, "--no-operator-splitting")
 JOB = TrainingJob(global_batch_size=32)
+
+
+def problem(*arguments, **options) -> PlanningProblem:
+    """Return a problem with the command's default simplicity."""
+    return replace(problems.problem(*arguments, **options), simplicity=OSDPConfig().simplicity)
 
 
 @pytest.fixture(scope="module")
