@@ -79,7 +79,9 @@ def test_recalibrate_takes_a_plan_that_ran_out_of_memory_to_be_above_the_limit()
 def test_recalibrate_changes_the_plan_by_observed_times():
     """Where gathers and reduce-scatters take long and all-reduces do not, what fits is replicated."""
     assert all(unit.shard_size > 1 for unit in FIRST.units)
-    _, rounds, problem = run(lambda tried: replace(needs(tried, slower=1.0 if tried != FIRST else 50.0), timings=SLOW_SHARDS))
+    _, rounds, problem = run(
+        lambda tried: replace(needs(tried, slower=1.0 if tried != FIRST else 50.0), timings=SLOW_SHARDS)
+    )
     assert problem.hardware.timing(Collective.ALL_REDUCE, 4) == SLOW_SHARDS[0]
     assert any(unit.shard_size == 1 for unit in rounds[1].plan.units)
 
