@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 
 @contextmanager
-def replaced(owner: object, **values: object) -> Iterator[None]:
-    """Set attributes in this context; restore or remove them afterwards."""
-    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+def replaced(owner: object, /, **values: object) -> Iterator[None]:
+    """Set attributes in this context; restore or remove them afterwards.
+
+    Those of an object are written to its `__dict__`: a frozen dataclass refuses to set its own, and a module that
+    `torch.compile` returned sets those of the module inside.
+    """
+    own, is_class = vars(owner), isinstance(owner, type)
+    put = partial(setattr, owner) if is_class else own.__setitem__
+    remove = partial(delattr, owner) if is_class else own.__delitem__
+    before = {name: own[name] for name in values if name in own}
     for name, value in values.items():
-        setattr(owner, name, value)
+        put(name, value)
     try:
         yield
     finally:
         for name in values:
-            delattr(owner, name)
+            remove(name)
         for name, value in before.items():
-            setattr(owner, name, value)
+            put(name, value)

@@ -408,7 +408,7 @@ class ModelDescription:
 
     @property
     def recomputations(self) -> tuple[tuple[Recomputation, ...], ...]:
-        """Ways to recompute each unit, taken from its first segment."""
+        """Policies to recompute each unit, taken from its first segment."""
         first = {
             segment.unit: tuple(policy.recomputation for policy in segment.recomputed)
             for segment in reversed(self.segments)

@@ -208,7 +208,7 @@ class _Interceptor:
         Append parameters that are stepped as plain tensors to `stand_ins`, with these, and those that are gathered and
         stepped after the optimizer's own step to `gathered`, with their group.
         """
-        kinds: dict[tuple[torch.device, bool, bool], list[nn.Parameter]] = {}
+        by_place: dict[tuple[torch.device, bool, bool], list[nn.Parameter]] = {}
         optimizer = kind.optimizer
         shared = [p for p in group["params"] if kind.gathers and shard_size(p) > 1]
         given = [p for p in group["params"] if not (kind.gathers and shard_size(p) > 1)]
@@ -219,13 +219,15 @@ class _Interceptor:
             if kind.steps_shards and isinstance(parameter, DTensor):
                 stand_ins.append((parameter, _stand_in(parameter)))
                 parameter = stand_ins[-1][1]
-            kinds.setdefault((local(parameter).device, isinstance(parameter, DTensor), on_host), []).append(parameter)
+            by_place.setdefault((local(parameter).device, isinstance(parameter, DTensor), on_host), []).append(
+                parameter
+            )
         fuses = type(optimizer) in _FUSED_ON_HOST and not group["differentiable"]
         unchanged = not shared and not stand_ins
-        if len(kinds) < 2 and unchanged and not (fuses and any(on_host for _, _, on_host in kinds)):
+        if len(by_place) < 2 and unchanged and not (fuses and any(on_host for _, _, on_host in by_place)):
             return [group]
         parts = []
-        for (_, _, on_host), parameters in kinds.items():
+        for (_, _, on_host), parameters in by_place.items():
             kernels = {}
             if on_host and fuses:
                 kernels = {"foreach": False, "fused": True}

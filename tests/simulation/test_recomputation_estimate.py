@@ -106,7 +106,7 @@ def test_peak_of_blocks_that_are_recomputed_each_in_another_way(errors, name, de
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "device_type"), [("llama", "cuda"), ("gpt2", "cpu")])
-def test_peak_of_a_compiled_loss_in_pieces(name, device_type):
+def test_peak_of_a_compiled_loss_in_chunks(name, device_type):
     """Of a vocabulary whose logits would be the peak."""
     config = copy.deepcopy(CONFIGS[name])
     config.vocab_size = 32000

@@ -75,9 +75,9 @@ class Muon(Kind):
 def spec_beside_adamw(model: nn.Module, *, device_type: str) -> OptimizerSpec:
     """Return what Muon for a model's matrices and AdamW for its embeddings, head and vectors hold."""
     tables = [getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")]
-    partial = {id(parameter) for table in tables if table is not None for parameter in table.parameters()}
+    of_tables = {id(parameter) for table in tables if table is not None for parameter in table.parameters()}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.ndim == 2 and id(parameter) not in partial]
+    matrices = [parameter for parameter in trained if parameter.ndim == 2 and id(parameter) not in of_tables]
     if not matrices:
         raise ValueError(
             f"Muon trains matrices, and {type(model).__name__} has none outside of its embeddings; use adamw."

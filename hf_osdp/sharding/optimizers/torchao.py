@@ -18,7 +18,7 @@ class Torchao(Kind):
     whose largest element is negative, which their tables round.
     """
 
-    packages = ("torchao.",)
+    packages = ("torchao.optim.",)
     lr_is_tensor = True
 
     def known(self, device_type: str = "cuda") -> OptimizerSpec | None:

@@ -55,7 +55,7 @@ def with_host(*, link_bytes_per_s: float = 1e9, back_bytes_per_s: float | None =
     return replace(bare_preset("a100-40", devices_per_node=2), host=host)
 
 
-def test_host_trips_take_the_own_bytes_over_the_link():
+def test_host_transfers_take_the_own_bytes_over_the_link():
     description = recomputable(input_bytes=2e6, own_bytes=8e6)
     hardware = with_host(link_bytes_per_s=1e9, back_bytes_per_s=2e9)
     rate = hardware.device.memory_bytes_per_s

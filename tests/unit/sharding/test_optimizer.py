@@ -7,7 +7,9 @@ import torch
 
 from hf_osdp.planner.optimizers import spec_of_trainer_name
 from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep
+from hf_osdp.sharding.host_states import reason_against_unit_steps
 from hf_osdp.sharding.optimizer import frozen_parameters, spec_of_optimizer
+from hf_osdp.sharding.optimizers import kind_of
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,13 @@ def test_frozen_parameters_counts_those_of_an_optimizer():
     layer.bias.requires_grad_(False)
     assert frozen_parameters(torch.optim.SGD(layer.parameters(), lr=0.1)) == 1
     assert frozen_parameters(None) == frozen_parameters(OptimizerSpec()) == 0
+
+
+def test_other_optimizers_of_torchao_are_not_taken_for_those_with_quantized_states():
+    quantizes_weights = type("QuantOptimizer", (torch.optim.SGD,), {"__module__": "torchao.prototype.parq.optim"})
+    optimizer = quantizes_weights([torch.nn.Parameter(torch.ones(2, 2))], lr=0.1)
+    assert "share" in reason_against_unit_steps(optimizer)
+    assert not kind_of(optimizer).lr_is_tensor
 
 
 class KeepsMatrices(torch.optim.Optimizer):
