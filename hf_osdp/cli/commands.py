@@ -162,6 +162,8 @@ def compare(
             front = frontier(
                 whole, points=points, known=known, others=results, search_all=processes.map, at_once=AT_ONCE
             )
+    if own is not None and own.plan.simplified:
+        screen.print(f"Row osdp: simpler than the fastest plan: {own.plan.simplified}.")
     screen.print(frontier_table(front, problem.room_bytes))
     screen.print(f"Estimated for {hardware.summary}; activations: {description.trace}.", case.precision_line)
     title = f"{description.model_name} on {hardware.summary}: fastest plan for each amount of memory"

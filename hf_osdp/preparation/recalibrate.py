@@ -96,8 +96,12 @@ def _round(problem: PlanningProblem, plan: Plan, observed: Observation) -> Round
 
 
 def _next(problem: PlanningProblem, rounds: list[Round]) -> tuple[Plan, bool]:
-    """Return the next plan to try and False, or the fastest tried plan that fits and True."""
+    """Return the next plan to try and False, or the fastest tried plan that fits and True.
+
+    Only the plan of the last search has something proven about it: corrected estimates void what was proven before.
+    """
     fitting = [past for past in rounds if past.fits]
+    following: Plan | None = None
     remedies: tuple[Remedy, ...] = ()
     try:
         following = search(problem).plan
@@ -107,8 +111,14 @@ def _next(problem: PlanningProblem, rounds: list[Round]) -> tuple[Plan, bool]:
         remedies = error.remedies
     if not fitting:
         raise _infeasible(problem, rounds, remedies)
-    best = estimated(problem, min(fitting, key=lambda past: past.observed.median_step_s or float("inf")).plan)
-    return replace(best.plan, peak_bytes=best.memory.on(problem.hardware), step_s=best.time.step_s), True
+    best = min(fitting, key=lambda past: past.observed.median_step_s or float("inf")).plan
+    if following is not None and following.fingerprint == best.fingerprint:
+        return following, True
+    now = estimated(problem, best)
+    return replace(
+        best, peak_bytes=now.memory.on(problem.hardware), step_s=now.time.step_s,
+        proven_optimal=False, gap=None, simplified="", proven_simplest=None,
+    ), True  # fmt: skip
 
 
 def _infeasible(problem: PlanningProblem, rounds: list[Round], remedies: tuple[Remedy, ...]) -> InfeasibleError:

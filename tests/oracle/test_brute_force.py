@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.errors import HardwareError, InfeasibleError
+from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.cost.timing import estimate_time
-from hf_osdp.planner.description import ModelDescription
+from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, PhaseCost
 from hf_osdp.planner.hardware import Backend, Hardware, HostSpec
 from hf_osdp.planner.optimizers import ADAFACTOR
 from hf_osdp.planner.search.search import search
@@ -188,4 +189,38 @@ def test_search_equals_brute_force_where_matrices_are_gathered_in_the_step(seed)
         states=dice.choice([1, 2]), step=dice.choice(list(OptimizerStep)), loop_scratch=0.0, matrices=given
     )
     job = TrainingJob(global_batch_size=hardware.world_size, recompute=False, optimizer=optimizer)
+    check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)
+
+
+# Before the level between two moments could exceed the limit, instances 1 and 11 got a slower plan, or none.
+@pytest.mark.parametrize("seed", slow_but(range(60), daily=(1, 11)))
+def test_search_equals_brute_force_where_gradients_of_the_root_are_all_that_counts(seed):
+    """Nothing is saved or temporary, so that the level is highest just before the last reductions."""
+    dice = random.Random(seed)
+    nodes, per_node = dice.choice([(1, 2), (1, 3), (1, 5)])
+    hardware = replace(small_hardware(dice), nodes=nodes, devices_per_node=per_node, host=None)
+    narrow, wide = DType.BFLOAT16, DType.FLOAT32
+    precision = dice.choice([
+        Precision(), Precision.named("bf16"), Precision(compute=wide, reduce=narrow), Precision(reduce=wide),
+        Precision(compute=narrow),
+    ])  # fmt: skip
+    optimizer = OptimizerSpec(
+        states=dice.choice([0, 0, 2]), step=dice.choice([OptimizerStep.FUSED, OptimizerStep.FOR_LOOP])
+    )
+    job = TrainingJob(
+        global_batch_size=hardware.world_size * 2, micro_batch_size=1, recompute=False, precision=precision,
+        optimizer=optimizer,
+    )  # fmt: skip
+    description = at_random(seed, kinds=1, blocks=1, tied=dice.random() < 0.3)
+    dtype, (first, *_) = dice.choice([narrow, wide]), description.segments
+    units = tuple(
+        replace(
+            unit, parameters=tuple(replace(p, dtype=dtype) for p in unit.parameters),
+            ends_late=index == first.unit and unit.span is GatherSpan.USE,
+        )
+        for index, unit in enumerate(description.units)
+    )  # fmt: skip
+    nothing = dict(saved_bytes=Affine(), gradient_bytes=Affine(), forward=PhaseCost(), backward=PhaseCost())
+    segments = tuple(replace(segment, **nothing) for segment in description.segments)
+    description = replace(description, units=units, segments=segments)
     check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)

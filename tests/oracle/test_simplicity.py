@@ -66,7 +66,9 @@ def check(description, hardware, job, dice) -> tuple[int, int]:
             )
             if result.fastest is not None:
                 simpler += 1
-                assert result.fastest.time.step_s == pytest.approx(best_s, rel=_ROUNDED) and result.plan.simplified
+                assert result.fastest.time.step_s == pytest.approx(best_s, rel=_ROUNDED)
+                uses = {any(unit.uses_host for unit in plan.units) for plan in (result.fastest.plan, result.plan)}
+                assert ("on the host" in result.plan.simplified) == (len(uses) > 1)
     return simpler, unproven
 
 
@@ -75,7 +77,7 @@ def test_plan_under_simplicity_is_the_simplest_of_all_near_the_fastest(first):
     assert checked(range(first, first + 10)) == (True, False)
 
 
-@pytest.mark.parametrize("most_work", [0.0, 0.02])
+@pytest.mark.parametrize("most_work", [0.0, 0.01])
 def test_plan_under_simplicity_is_near_the_fastest_where_the_work_ends(monkeypatch, most_work):
     monkeypatch.setattr(module, "SimplestSearch", lambda *arguments: SimplestSearch(*arguments[:-1], most_work))
     assert checked(range(4))[1]

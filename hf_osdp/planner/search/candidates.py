@@ -66,6 +66,7 @@ class Candidate:
             least = {f.name: min(getattr(o.bytes, f.name) for o in group.options) for f in fields(UnitBytes)}
             # parameters that are kept are not cast again in backward
             least["cast_buffer"] = min(0 if o.bytes.kept else o.bytes.cast_buffer for o in group.options)
+            least["joined"] = max(o.bytes.joined for o in group.options)  # the only term that lowers a moment
             terms |= dict.fromkeys(group.units, UnitBytes(**least))
             kept |= {unit: {o.layout.activations for o in group.options} for unit in group.units}
         samples = self.batch.micro_batch_size

@@ -97,6 +97,8 @@ class IntegerModel:
         named = 8 * sum(len(group.options) for group in timeline.groups if len(group.units) > 1)
         most = 2**61 // max(2**8, named)  # of each variable in bytes: their sum must not overflow in CP-SAT
         self._most_bytes = most if limit_bytes is None else min(most, max(0, limit_bytes))
+        # between two moments a level may exceed the limit, by a gradient that is about to be added to a held one
+        self._most_level = most if limit_bytes is None else min(most, 2 * self._most_bytes)
         self.infeasible = False
         """Whether the last `solve` or `relax` proved that no solution exists."""
         self.work = 0.0
@@ -264,7 +266,7 @@ class IntegerModel:
         """Return a variable equal to a level, so that constraints on it have few terms."""
         if isinstance(level, int):
             return level
-        named = self._model.new_int_var(-self._most_bytes, self._most_bytes, "")
+        named = self._model.new_int_var(-self._most_level, self._most_level, "")
         self._model.add(named == level)
         return named
 

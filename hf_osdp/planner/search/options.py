@@ -108,6 +108,7 @@ class Option:
             after + terms.gradients_settled + terms.states_passing,
             after + terms.gradients_settled, held + terms.gradients_after + terms.gradients_settled,
             after + terms.gradients_settled + terms.step_scratch, after + terms.reduce_tail,
+            held - terms.joined + terms.reduce_input + terms.reduce_copy,
             *(level for call in self.later for level in call.levels),
         )  # fmt: skip
 

@@ -36,6 +36,13 @@ def needs(plan: Plan, *, more_bytes: int = 0, slower: float = 1.0) -> Observatio
     )
 
 
+SLOW_SHARDS = tuple(
+    CollectiveTiming(collective=kind, group_size=4, latency_s=0.0, seconds_per_byte=rate)
+    for kind, rate in [
+        (Collective.ALL_REDUCE, 1e-12), (Collective.ALL_GATHER, 1e-6), (Collective.REDUCE_SCATTER, 1e-6)
+    ]
+)  # fmt: skip
+"""Gathers and reduce-scatters that take long."""
 OUT_OF_MEMORY = Observation(steps=0, median_step_s=None, peak_bytes=None, out_of_memory=True)
 
 
@@ -71,14 +78,11 @@ def test_recalibrate_takes_a_plan_that_ran_out_of_memory_to_be_above_the_limit()
 
 def test_recalibrate_changes_the_plan_by_observed_times():
     """Where gathers and reduce-scatters take long and all-reduces do not, what fits is replicated."""
-    rates = {Collective.ALL_REDUCE: 1e-12, Collective.ALL_GATHER: 1e-6, Collective.REDUCE_SCATTER: 1e-6}
-    seen = tuple(
-        CollectiveTiming(collective=kind, group_size=4, latency_s=0.0, seconds_per_byte=rate)
-        for kind, rate in rates.items()
-    )
     assert all(unit.shard_size > 1 for unit in FIRST.units)
-    _, rounds, problem = run(lambda tried: replace(needs(tried, slower=1.0 if tried != FIRST else 50.0), timings=seen))
-    assert problem.hardware.timing(Collective.ALL_REDUCE, 4) == seen[0]
+    _, rounds, problem = run(
+        lambda tried: replace(needs(tried, slower=1.0 if tried != FIRST else 50.0), timings=SLOW_SHARDS)
+    )
+    assert problem.hardware.timing(Collective.ALL_REDUCE, 4) == SLOW_SHARDS[0]
     assert any(unit.shard_size == 1 for unit in rounds[1].plan.units)
 
 
@@ -94,6 +98,20 @@ def test_recalibrate_returns_the_fastest_that_fits_and_tries_none_twice():
     fitting = [past for past in rounds if past.fits]
     assert plan.fingerprint == min(fitting, key=lambda past: past.observed.median_step_s).plan.fingerprint
     assert len(seen) == len(set(seen)) <= MOST_ROUNDS, "no plan is tried twice"
+
+
+def test_recalibrated_plan_states_what_the_corrected_estimates_prove():
+    """Nothing that was proven by earlier estimates, neither of the plan that is found again, nor of another."""
+    first = replace(FIRST, simplified="0.50 % slower than the fastest plan found, which has 5 layouts instead of 4")
+    plan, _, problem = recalibrate(first, PROBLEM, needs)
+    assert plan == search(problem).plan
+
+    # by estimates the first plan is not the fastest, as measured it is
+    plan, _, problem = run(
+        lambda tried: replace(needs(tried, slower=1.0 if tried == FIRST else 50.0), timings=SLOW_SHARDS)
+    )
+    assert plan.fingerprint == FIRST.fingerprint != search(problem).plan.fingerprint
+    assert FIRST.proven_optimal and not plan.proven_optimal and plan.gap is None
 
 
 def test_recalibrate_raises_infeasible_with_figures_where_no_plan_fits():
