@@ -66,7 +66,7 @@ def _norm(norm: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     """Llama's norm in the dtype of its input: transformers' computes in float32, which compiled code rounds another
     way.
     """
-    return nn.functional.rms_norm(hidden, hidden.shape[-1:], norm.weight, norm.variance_epsilon)
+    return norm.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon)
 
 
 def tiny_batch(step: int, *, part: int = 0, parts: int = 1) -> dict[str, torch.Tensor]:
