@@ -52,14 +52,19 @@ def tiny_model(
                 intermediate_size=36,
                 vocab_size=VOCABULARY, max_position_embeddings=16, tie_word_embeddings=False,
             )  # fmt: skip
-            model = LlamaForCausalLM(config)
-            for norm in (module for module in model.modules() if hasattr(module, "variance_epsilon")):
-                norm.forward = functools.partial(_norm, norm)
+            model = with_own_norms(LlamaForCausalLM(config))
         case _:
             raise ValueError(f"tiny_model({name!r}) is not known; use one of {', '.join(MODELS)}.")
     for parameter in model.parameters():
         parameter.data.mul_(scale if parameter.ndim > 1 else 1.0)
     return model.to(dtype).train()
+
+
+def with_own_norms(model: nn.Module) -> nn.Module:
+    """Let Llama's norms compute in the dtype of their input."""
+    for norm in (module for module in model.modules() if hasattr(module, "variance_epsilon")):
+        norm.forward = functools.partial(_norm, norm)
+    return model
 
 
 def _norm(norm: nn.Module, hidden: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from hf_osdp.modeling.build import build_on_meta, with_lora
 from hf_osdp.modeling.quantized import Packing, layers_in_4_bits, pack, quantize
 from hf_osdp.planner.description import DType
 from hf_osdp.tracing.describe import describe
-from tests.helpers.models import SEQUENCE_LENGTH, tiny_batch, tiny_loss, tiny_model
+from tests.helpers.models import SEQUENCE_LENGTH, tiny_batch, tiny_loss, tiny_model, with_own_norms
 from tests.helpers.quantized import adapted, in_4_bits
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed; pip install 'hf_osdp[bnb]'")
@@ -58,7 +58,7 @@ def test_description_is_the_same_before_and_after_packing_and_on_meta():
     model = adapted(base())
     before = describe(model, sequence_length=SEQUENCE_LENGTH)
     assert all(layer.weight.quant_state is not None for layer in layers_in_4_bits(model)), "it is not changed"
-    on_meta = build_on_meta(model.config)
+    on_meta = with_own_norms(build_on_meta(model.config))
     quantize(on_meta, "nf4")
     planned = describe(with_lora(on_meta, 3), sequence_length=SEQUENCE_LENGTH)
     packed = describe(pack(model), sequence_length=SEQUENCE_LENGTH)
