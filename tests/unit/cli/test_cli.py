@@ -76,7 +76,7 @@ def description(config) -> ModelDescription:
 def planned(model, tmp_path_factory):
     """The plan file, the JSON content, and what was shown."""
     folder = tmp_path_factory.mktemp("plans")
-    done = call("plan", model, *OPTIONS, "--output", folder / "plan.json", "--json", folder / "content.json")
+    done = call("plan", model, *WHOLE, "--output", folder / "plan.json", "--json", folder / "content.json")
     assert done.exit_code == 0, done.output
     return str(folder / "plan.json"), json.loads((folder / "content.json").read_text()), done
 

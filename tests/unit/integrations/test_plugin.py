@@ -263,8 +263,9 @@ def test_plan_replaces_auto_find_batch_size_in_a_copy_of_the_arguments(tmp_path)
 def test_one_process_runs_what_its_plan_says(tmp_path):
     model = tiny_model("llama", layers=2)
     description = describe(
-        model, sequence_length=12, split=ModelSplit(sliced=(OperatorSplit(fqn="lm_head", slices=3),))
-    )
+        model, sequence_length=12, split=ModelSplit(sliced=(OperatorSplit(fqn="lm_head", slices=3),)),
+        partial_recomputation=False,
+    )  # fmt: skip
     activations = [
         Activations.RECOMPUTE if i in description.recomputable else Activations.SAVE
         for i in range(len(description.units))
