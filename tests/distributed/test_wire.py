@@ -175,8 +175,7 @@ def test_all_reduce_between_replicas_is_announced_to_who_measures():
     assert heard == [("all_reduce", 2, 12)]
 
 
-# ---------------------------------------------------------------------------------------------------------------- in
-# training
+# ---- in training
 
 
 def wired(plan: Plan, wire: WireFormat) -> Plan:
@@ -266,8 +265,7 @@ def test_a_format_that_was_changed_after_the_plan_is_named():
         verify_applied(model, exact, units)
 
 
-# ------------------------------------------------------------------------------------------------------- under the
-# Trainer
+# ---- under the Trainer
 
 
 def gpt2() -> torch.nn.Module:

@@ -177,7 +177,7 @@ def test_what_cannot_be_simulated_is_refused_in_one_line(description):
         simulate(CONFIG, sharded_plan(description), description=description, job=job)
 
 
-# ------------------------------------------------------------------------------------------------ search and simulate
+# ---- search and simulate
 
 
 def too_low(description):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -394,11 +393,3 @@ def test_muon_is_planned_for_the_matrices_of_blocks(model, tmp_path):
     assert done.exit_code == 0, done.output
     optimizer = read_plan_file(str(tmp_path / "plan.json"))[1].job.optimizer
     assert set(optimizer.matrices) == {(64, 192), (64, 64), (64, 256), (256, 64)} and optimizer.states == 2
-
-
-def test_command_line_loads_nothing_heavy():
-    code = "import sys, hf_osdp.cli.app; print(*{name.partition('.')[0] for name in sys.modules})"
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    ).stdout.split()
-    assert not {"torch", "transformers", "ortools", "altair", "pydantic"} & set(loaded)

@@ -167,8 +167,7 @@ def test_describe_names_what_failed_and_where_in_a_model_that_cannot_be_traced(r
     assert "\n" not in str(caught.value)
 
 
-# ------------------------------------------------------------------------------------------------------ a loss of the
-# user's
+# ---- a loss of the user's
 
 TOKENS = 8
 
