@@ -20,6 +20,7 @@ from ..modeling.catalogue import find_shape, shape_names
 from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware
 from ..planner.optimizers import NEED_MODEL, spec_of_name
+from ..planner.placement import LEFT_OPEN
 from ..planner.presets import assumed_host, preset, preset_names
 from ..planner.profile import Profile, with_block_times
 from ..planner.training_job import OptimizerSpec, Precision, TrainingJob
@@ -130,10 +131,8 @@ class Case:
                 f"--host-memory {request.host_memory} has no effect on {hardware.device.name}, which trains in the"
                 " host's own memory; use --memory-limit."
             )
-        config = request.config
-        offloads = config.host_offload or config.offload_optimizer or config.offload_activations
         host = hardware.host
-        if host is None and request.device and (offloads or request.host_memory):
+        if host is None and request.device and (request.config.asked or request.host_memory):
             alone = replace(preset(request.device), host=assumed_host(request.device))
             host = alone.scaled(devices_per_node=hardware.devices_per_node).host
         if host is not None and request.host_memory:
@@ -241,7 +240,7 @@ class Case:
 
         request = self.request
         if request.device and problem.hardware.host is None and self.device_type == "cuda":
-            job = replace(problem.job, host_offload=None, offload_optimizer=None, offload_activations=None)
+            job = replace(problem.job, **LEFT_OPEN)
             for memory in _HOST_MEMORIES:
                 host = Case(replace(request, host_memory=memory)).hardware
                 if fits_by_estimate(replace(problem, hardware=host, job=job)):

@@ -45,14 +45,14 @@ from ..preparation.out_of_memory import OutOfMemoryHandler
 from ..preparation.plan_run import PlannedRun
 from ..sharding.environment import form_process_group, prepare_model, uses_host
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
-from ..sharding.host_states import bind_optimizer, reason_against_unit_steps
 from ..sharding.optimizer import frozen_parameters, spec_of_optimizer, spec_of_optimizers
+from ..sharding.optimizer_steps import bind_optimizer, reason_against_unit_steps
 from ..sharding.state import full_state_dict
 from ..sharding.steps import micro_step
 from .announce import announce_result, plan_and_announce
 from .checkpoints import AcceleratorCheckpoints
 from .launch import launch_request
-from .plugin import OSDPPlugin, offloads, plugin_for, precision_of
+from .plugin import OSDPPlugin, plugin_for, precision_of
 from .samples import batches_of_loader
 from .sharding import apply_plan_unsharded, prepare_late_optimizers, shard_model
 
@@ -178,6 +178,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         precision instead of autocast.
         """
         self.planned_run, self._writer.plan = run, run.plan
+        self.plugin.check_plan(run.plan, self.device.type)
         assert run.inputs is not None
         precision = run.inputs.job.precision
         if not self.is_fsdp2 and (uses_host(run.plan) or (precision.compute is not None and not precision.autocast)):
@@ -224,7 +225,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         if self.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             config = replace(config, reduce_every_micro_step=True)
         job = Job(
-            config=config,
+            config=self.plugin.asking(config, self.device.type),
             world_size=self.num_processes,
             device_type=self.device.type,
             precision=precision_of(
@@ -236,7 +237,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             inputs=inputs,
             holds_outputs=True,  # as the usual loop does: `out = model(**batch); accelerator.backward(out.loss)`
             activation_checkpointing=bool(self.plugin.activation_checkpointing),
-            cpu_offload=offloads(self.plugin),
             against_unit_steps=reason_against_unit_steps(optimizer)
             if isinstance(optimizer, torch.optim.Optimizer)
             else None,

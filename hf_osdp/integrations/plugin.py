@@ -4,8 +4,9 @@ or refuses.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,11 +14,16 @@ from accelerate import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from ..distributed.launcher import variable
+from ..errors import PlanError
 from ..modeling.units import dtype_of
+from ..planner.plan import Plan
 from ..planner.training_job import Precision
 from ..preparation.config import OSDPConfig, merged_config, stated_options
 from .launch import launch_request
 
+TAKEN = ("cpu_offload", "cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing")
+"""Fields of the base class that a plan follows, by their names in `TrainingArguments.fsdp_config` too."""
+_log = logging.getLogger(__name__)
 _COMPUTE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _NOT_IN_FSDP2 = (
     "backward_prefetch",
@@ -78,6 +84,32 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
                 " leave async_save out."
             )
 
+    @property
+    def pin_memory(self: Any) -> bool | None:
+        """Whether the host's memory is page-locked, if `cpu_offload` keeps all units there; else None."""
+        return self.cpu_offload.pin_memory if isinstance(self.cpu_offload, CPUOffloadPolicy) else None
+
+    def asking(self, config: OSDPConfig, device_type: str) -> OSDPConfig:
+        """Return the options of a run with those for which the plugin's own fields ask."""
+        if self.pin_memory is None:
+            return config
+        if config.host_offload is False:
+            raise ValueError(
+                "host_offload=False, but cpu_offload moves all states to the host; leave one of the two out."
+            )
+        if device_type == "cpu":
+            _log.warning("cpu_offload has no effect on the CPU, which trains in the host's own memory; leave it out.")
+        return config if device_type == "cpu" or config.plan is not None else replace(config, host_offload=True)
+
+    def check_plan(self, plan: Plan, device_type: str) -> None:
+        """Refuse a given plan that contradicts the plugin's own fields."""
+        on_device = sum(not unit.on_host for unit in plan.units)
+        if on_device and self.pin_memory is not None and device_type != "cpu":
+            raise PlanError(
+                f"cpu_offload moves every unit to the host, but the plan keeps {on_device} on the device; leave it"
+                " out, or plan again."
+            )
+
     def set_mixed_precision(
         self: Any, mixed_precision: str | None, buffer_autocast: bool = False, override: bool = False
     ) -> None:
@@ -116,10 +148,6 @@ def plugin_for(osdp: OSDPConfig | Mapping[str, object] | None, osdp_plugin: obje
 
 def writes_shards(plugin: FullyShardedDataParallelPlugin) -> bool:
     return "FULL" not in str(plugin.state_dict_type)
-
-
-def offloads(plugin: OSDPPlugin) -> bool:
-    return isinstance(plugin.cpu_offload, CPUOffloadPolicy)
 
 
 def precision_of(mixed_precision: str, policy: MixedPrecisionPolicy | None, *, single_process: bool) -> Precision:

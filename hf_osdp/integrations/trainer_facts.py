@@ -27,17 +27,14 @@ from ..planner.training_job import OptimizerSpec, Precision
 from ..preparation.config import OSDPConfig
 from ..preparation.job import Job, RunFolder
 from ..preparation.plan_run import PlannedRun
-from ..sharding.host_states import reason_against_unit_steps
 from ..sharding.optimizer import frozen_parameters, spec_of_optimizer
-from .plugin import offloads
+from ..sharding.optimizer_steps import reason_against_unit_steps
 from .samples import find_batches, row_tokens, tokens_of
 from .subclasses import bytes_of_other_models, traced_loss
 from .trainer_arguments import accelerator_config_of, samples_of_step, warn
 from .trainer_loss import MicroBatchRule, micro_batch_rule
 
 _log = logging.getLogger(__name__)
-_STOCK_PACKAGES = ("transformers", "hf_osdp")
-"""Packages whose `create_optimizer` follows `TrainingArguments.optim`."""
 
 
 def job_of_trainer(
@@ -57,7 +54,7 @@ def job_of_trainer(
     rule = micro_batch_rule(trainer, config, batches, sequence_length, trains=trains)
     sized = replace(config, sequence_length=sequence_length, global_batch_size=samples, micro_batch_size=rule.chosen)
     job = Job(
-        config=sized,
+        config=plugin.asking(sized, args.device.type),
         world_size=args.world_size,
         device_type=args.device.type,
         precision=Precision.named(args.mixed_precision, autocast=args.world_size == 1 and not dist.is_initialized()),
@@ -70,7 +67,6 @@ def job_of_trainer(
         against_unit_steps=_against_unit_steps(trainer),
         activation_checkpointing=bool(args.gradient_checkpointing or plugin.activation_checkpointing),
         reads_loss_alone=model_makes_loss and not args.use_liger_kernel,
-        cpu_offload=offloads(plugin),
         trains=trains,
         frozen_in_optimizer=frozen_parameters(trainer.optimizer),
         folder=trainer_folder(args, trainer.model) if trains else None,

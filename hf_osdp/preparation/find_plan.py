@@ -20,7 +20,6 @@ from ..errors import (
     CheckpointingError,
     DescriptionError,
     DescriptionTimeoutError,
-    HardwareError,
     InfeasibleError,
     ProfileError,
     Remedy,
@@ -29,8 +28,10 @@ from ..measurement.block_times import TimedModel
 from ..measurement.machine import hardware_of_run
 from ..modeling.batch import training_batch
 from ..modeling.split.candidates import possible_splits
+from ..planner.cost.placement import host_of
 from ..planner.description import ModelDescription
 from ..planner.hardware import Hardware
+from ..planner.placement import WITHOUT_FSDP
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.profile import BlockTimes, Profile
@@ -96,9 +97,9 @@ def find_plan(
     on the host need FSDP2 and its mixed precision.
     """
     builder = partial(ProblemBuilder, model, hardware=hardware, trace=trace)
-    asked = job.config.host_offload
-    if job.precision.autocast and not (job.offloads_all or asked):
-        found = builder(job.asking(host_offload=False)).find()
+    asked = job.config.under_fsdp
+    if job.precision.autocast and not asked:
+        found = builder(job.asking(**WITHOUT_FSDP)).find()
         if isinstance(found.outcome, Plan) or job.device_type == "cpu" or asked is False:
             return found
     return builder(job.under_fsdp).find()
@@ -363,19 +364,8 @@ def _profile(named: Profile | str | Path | None) -> Profile | None:
 
 
 def _check_host(hardware: Hardware, job: Job) -> None:
-    """Refuse to offload if the device is the CPU or the host is not known."""
-    config = job.config
-    name = next(
-        (name for name in ("host_offload", "offload_optimizer", "offload_activations") if getattr(config, name)), None
-    )
-    if job.device_type == "cpu":
-        if name:
-            raise ValueError(f"{name}=True, but the CPU trains in the host's own memory; leave {name} out.")
-        if job.cpu_offload:
-            _log.warning("cpu_offload has no effect on the CPU, which trains in the host's own memory; leave it out.")
-    elif (job.cpu_offload or name) and hardware.host is None:
-        tensors = "Saved activations" if config.offload_activations else "All states"
-        raise HardwareError(
-            f"{tensors} are to move to the host, but the host of {hardware.device.name} is not known;"
-            " leave hardware out to have it measured, or give a profile or Hardware(host=...)."
-        )
+    """Refuse to put anything on the host if the device is the CPU or the host is not known."""
+    if (asked := job.config.asked) and job.device_type == "cpu":
+        raise ValueError(f"{asked[0]}=True, but the CPU trains in the host's own memory; leave {asked[0]} out.")
+    if asked:
+        host_of(hardware, f"{asked[0]}=True")

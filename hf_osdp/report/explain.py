@@ -191,8 +191,8 @@ class _RowReasons:
         return Alternative(choice=choice, added_s=added_s, peak_bytes=peak, over_bytes=over, single_over_bytes=single)
 
     def _fits(self, units: tuple[int, ...], choice: UnitLayout) -> bool:
-        (peak, on_host), host = self._memory(units, choice), self._problem.hardware.host
-        return (host is None or on_host <= host.memory_bytes) and (self._room is None or peak <= self._room)
+        (peak, used), host = self._memory(units, choice), self._problem.hardware.host
+        return (host is None or used <= host.memory_bytes) and (self._room is None or peak <= self._room)
 
     def _memory(self, units: tuple[int, ...], choice: UnitLayout) -> tuple[int, int]:
         """Return the peak and the bytes on the host if these units change."""

@@ -87,9 +87,8 @@ def as_scripts_run(problem: PlanningProblem, *, recompute: bool) -> PlanningProb
     """
     job, precision = problem.job, problem.job.precision
     fixed = replace(
-        job, recompute=recompute, host_offload=bool(job.host_offload), offload_optimizer=bool(job.offload_optimizer),
-        offload_activations=bool(job.offload_activations),
-        communication=None, precision=precision if recompute else replace(precision, reduce=None),
+        job, recompute=recompute, **job.no_more, communication=None,
+        precision=precision if recompute else replace(precision, reduce=None),
     )  # fmt: skip
     return replace(problem, job=fixed)
 

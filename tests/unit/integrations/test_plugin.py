@@ -24,7 +24,8 @@ from hf_osdp.integrations.trainer_facts import _steps
 from hf_osdp.modeling.split.names import is_split
 from hf_osdp.modeling.wrapping import recomputation_of
 from hf_osdp.planner.decision import Batch, UnitLayout
-from hf_osdp.planner.description import Activations, DType
+from hf_osdp.planner.description import DType
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.split import ModelSplit, OperatorSplit
 from hf_osdp.preparation.config import OSDPConfig

@@ -14,7 +14,7 @@ import pytest
 
 from hf_osdp.errors import PlanError
 from hf_osdp.planner.decision import Batch, UnitDecision, UnitLayout
-from hf_osdp.planner.description import Activations
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.split import ModelSplit
 from tests.helpers.descriptions import transformer

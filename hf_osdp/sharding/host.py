@@ -1,76 +1,79 @@
-"""Step an optimizer with states that are kept on the host.
+"""Units whose parameters or optimizer states are on the host: what FSDP2 is told, and how an optimizer steps them.
 
-They are copied to the device for the step, parameter by parameter, and back; the device holds at most one unit's.
+Parameters on the host are stepped there. States on the host are copied to the device for the step, parameter by
+parameter, and back; the device holds at most one unit's.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from ..errors import OSDPError
-from ..modeling.activation_offload import copy_stream, host_tensor
-from ..modeling.units import named_parameters
-from ..planner.description import UnitDescription
-from ..planner.plan import Plan
+from ..distributed.fsdp_internals import UnitGroup, parameter_groups
+from ..modeling.host_memory import copy_beside, host_tensor
+from ..planner.placement import Place, Placed
 from .gradients import local
-from .optimizer_steps import interceptor_of, refuse_closure, step_parts
-from .optimizers import kind_of, unwrapped
+
+_FUSED = (torch.optim.Adam, torch.optim.AdamW)
+"""Torch's optimizers whose fused step supports shards on the CPU; its fused SGD and Adagrad do not support sharded
+tensors.
+"""
 
 
-def reason_against_unit_steps(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return why an optimizer cannot step unit by unit; None if it can, which needs all its state to be kept for
-    each parameter.
+def memory_of(decision: Placed, *, pin_memory: bool) -> dict[str, Any]:
+    """Return the arguments of `fully_shard` that place a unit's shards."""
+    return {"offload_policy": CPUOffloadPolicy(pin_memory=pin_memory) if decision.on_host else OffloadPolicy()}
+
+
+def place_of(group: UnitGroup) -> Place:
+    """Return where FSDP2 keeps a unit's shards."""
+    return Place(isinstance(group.offload_policy, CPUOffloadPolicy))
+
+
+def host_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the sharded parameters of all units on the host, each once."""
+    groups = dict.fromkeys(group for module in model.modules() for group in parameter_groups(module))
+    return [p.sharded_param for group in groups if place_of(group).on_host for p in group.fsdp_params]
+
+
+def host_kernels(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: Sequence[nn.Parameter]
+) -> dict[str, bool]:
+    """Return the options of a group with which parameters on the host are stepped, by fused kernels where torch has
+    them.
     """
-    if f"{type(unwrapped(optimizer)).__module__}.".startswith(kind_of(optimizer).packages):
-        return None
-    return f"{type(unwrapped(optimizer)).__name__} may keep state that all its parameters share"
+    if type(optimizer) not in _FUSED or group["differentiable"]:
+        return {}
+    for state in (optimizer.state[parameter] for parameter in parameters if parameter in optimizer.state):
+        if isinstance(state.get("step"), torch.Tensor):  # fused kernels need it on the CPU; a checkpoint may not
+            state["step"] = state["step"].cpu()
+    return {"foreach": False, "fused": True}
 
 
-def bind_optimizer(
-    model: nn.Module, plan: Plan, units: Sequence[UnitDescription], optimizers: Sequence[torch.optim.Optimizer]
-) -> None:
-    """Make the optimizer of a model under the plan step units as the plan says; a second call changes nothing.
-
-    Raises:
-        OSDPError: the plan steps units one by one, but there are several optimizers, or one that cannot step a part of
-            its parameters.
-    """
-    offloaded = [unit for unit in units if plan.decision(unit.fqn).states_on_host]
-    if not optimizers or not offloaded:
-        return
-    problem = "there are several optimizers" if len(optimizers) > 1 else reason_against_unit_steps(optimizers[0])
-    if problem is not None:
-        raise OSDPError(f"The plan steps units one by one, but {problem}; set offload_optimizer=False.")
-    stages = interceptor_of(unwrapped(optimizers[0])).stages
-    named = named_parameters(model)
-    if not stages:
-        stages.append(_HostStates([[named[p.name] for p in unit.trainable] for unit in offloaded]))
-
-
-class _HostStates:
+class HostStates:
     """Step units whose states are on the host before the optimizer's own step, and restore their gradients after it.
 
     While one parameter steps, states of the next ones come to the device and earlier ones leave; the device holds one
     unit's at most.
     """
 
-    def __init__(self, units: list[list[nn.Parameter]]) -> None:
-        self._units = units
+    def __init__(self, units: list[list[nn.Parameter]], step: Callable[..., None]) -> None:
+        """`step` steps some of an optimizer's parameters."""
+        self._units, self._step = units, step
         self._host: dict[tuple[nn.Parameter, str], torch.Tensor] = {}
 
     @contextmanager
     def __call__(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[None]:
-        refuse_closure(optimizer, args, kwargs)
         units = [[parameter for parameter in unit if parameter.grad is not None] for unit in self._units]
         sizes = {parameter: _size_of_states(optimizer, parameter) for parameter in chain(*units)}
         max_bytes = max((sum(map(sizes.__getitem__, unit)) for unit in units), default=0)
@@ -80,7 +83,7 @@ class _HostStates:
                 incoming[queue[0]] = self._move(optimizer, queue[0], out=False)
                 on_device += sizes[queue.popleft()]
             incoming.pop(parameter).wait()
-            step_parts(optimizer, [parameter])
+            self._step(optimizer, [parameter])
             outgoing.append((parameter, self._move(optimizer, parameter, out=True)))
             while outgoing and (not queue or on_device + sizes[queue[0]] > max_bytes):
                 moved, copies = outgoing.popleft()
@@ -109,7 +112,9 @@ class _HostStates:
                 else torch.empty(source.shape, dtype=source.dtype, device=device)
             )
             if target is None:
-                target = self._host[parameter, key] = host_tensor(source)
+                target = host_tensor(source)
+                assert target is not None
+                self._host[parameter, key] = target
             copies.add(target, source)
             optimizer.state[parameter][key] = _like(state, target)
         return copies
@@ -125,16 +130,9 @@ class _Copies:
         self._ended: torch.cuda.Event | None = None
 
     def add(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        device = source.device if to.device.type == "cpu" else to.device
-        stream = copy_stream(device, out=to.device.type == "cpu")
-        if stream is None:
-            to.copy_(source)
-            return
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            to.copy_(source, non_blocking=True)
-            self._ended = stream.record_event()
-        self._held += (to, source)
+        if (ended := copy_beside(to, source, two_ways=True)) is not None:
+            self._ended = ended
+            self._held += (to, source)
 
     def wait(self) -> None:
         """Make the compute stream wait for the copies, and release the tensors."""
