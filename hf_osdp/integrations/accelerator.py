@@ -178,7 +178,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         precision instead of autocast.
         """
         self.planned_run, self._writer.plan = run, run.plan
-        self.plugin.check_plan(run.plan, self.device.type)
         assert run.inputs is not None
         precision = run.inputs.job.precision
         if not self.is_fsdp2 and (uses_host(run.plan) or (precision.compute is not None and not precision.autocast)):

@@ -14,9 +14,7 @@ from accelerate import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from ..distributed.launcher import variable
-from ..errors import PlanError
 from ..modeling.units import dtype_of
-from ..planner.plan import Plan
 from ..planner.training_job import Precision
 from ..preparation.config import OSDPConfig, merged_config, stated_options
 from .launch import launch_request
@@ -99,16 +97,8 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
             )
         if device_type == "cpu":
             _log.warning("cpu_offload has no effect on the CPU, which trains in the host's own memory; leave it out.")
-        return config if device_type == "cpu" or config.plan is not None else replace(config, host_offload=True)
-
-    def check_plan(self, plan: Plan, device_type: str) -> None:
-        """Refuse a given plan that contradicts the plugin's own fields."""
-        on_device = sum(not unit.on_host for unit in plan.units)
-        if on_device and self.pin_memory is not None and device_type != "cpu":
-            raise PlanError(
-                f"cpu_offload moves every unit to the host, but the plan keeps {on_device} on the device; leave it"
-                " out, or plan again."
-            )
+            return config
+        return replace(config, host_offload=True)
 
     def set_mixed_precision(
         self: Any, mixed_precision: str | None, buffer_autocast: bool = False, override: bool = False

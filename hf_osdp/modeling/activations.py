@@ -4,8 +4,11 @@ copied to the host on a separate stream, and back for backward.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import update_wrapper
 from typing import Any, NamedTuple, cast
 
@@ -16,7 +19,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from ..planner.placement import Activations
-from .host_memory import copy_beside, host_tensor
 from .wrapping import compile_forward, recomputation_of, recompute
 
 
@@ -210,6 +212,52 @@ class _Call:
         self._freed.clear()
         packed.storage.wait()
         return cast(torch.Tensor, packed.storage.device).as_strided(packed.size, packed.stride, packed.offset)
+
+
+def _page_locked(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.device.type != "cpu")
+
+
+_ALLOCATE: ContextVar[Callable[[torch.Tensor], torch.Tensor | None]] = ContextVar("host memory", default=_page_locked)
+
+
+@contextmanager
+def host_memory(allocate: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
+    """Allocate host memory for device tensors with `allocate` inside the context; if it returns None, nothing is
+    copied.
+    """
+    token = _ALLOCATE.set(allocate)
+    try:
+        yield
+    finally:
+        _ALLOCATE.reset(token)
+
+
+def host_tensor(like: torch.Tensor) -> torch.Tensor | None:
+    """Return page-locked host memory for a device tensor; None in a trace, which has no host."""
+    return _ALLOCATE.get()(like)
+
+
+def copy_beside(to: torch.Tensor, source: torch.Tensor, *, two_ways: bool = False) -> torch.cuda.Event | None:
+    """Copy between a device and the host on a separate stream, after all that the compute stream has queued.
+
+    With `two_ways`, copies to the host have a stream of their own. Return the end of the copy; None for the CPU, which
+    needs no stream.
+    """
+    out = to.device.type == "cpu"
+    stream = _copy_stream(source.device if out else to.device, two_ways and out)
+    if stream is None:
+        to.copy_(source)
+        return None
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        to.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+
+@functools.lru_cache
+def _copy_stream(device: torch.device, out: bool) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -205,17 +205,14 @@ def spec_of_name(name: str, *, device_type: str) -> OptimizerSpec:
 
 def impossible_places(optimizer: OptimizerSpec, against_unit_steps: str | None) -> dict[str, str]:
     """Return the options that an optimizer rules out, each with the line for a user who asked for it."""
-    found, name = {}, optimizer.name
-    if against_unit_steps:
-        found["offload_optimizer"] = f"offload_optimizer=True, but {against_unit_steps}; leave it out, or use AdamW."
-    if optimizer.looks_at_whole:
-        found["host_offload"] = (
-            f"{name} needs whole parameters at once, which host and device do not have; leave host_offload out, or use"
-            " AdamW."
-        )
-    if optimizer.is_quantized:
-        plain = (
-            f"States on the host are plain tensors, and {name}'s are quantized; leave the offload out, or use AdamW."
-        )
-        found |= dict.fromkeys(STATE_OPTIONS, plain)
-    return found
+    name = optimizer.name
+    plain = optimizer.is_quantized and (
+        f"States on the host are plain tensors, and {name}'s are quantized; leave the offload out, or use AdamW."
+    )
+    whole = optimizer.looks_at_whole and (
+        f"{name} needs whole parameters at once, which host and device do not have; leave host_offload out, or use"
+        " AdamW."
+    )
+    steps = against_unit_steps and f"offload_optimizer=True, but {against_unit_steps}; leave it out, or use AdamW."
+    reasons = zip(STATE_OPTIONS, (plain or whole, plain or steps), strict=True)
+    return {option: reason for option, reason in reasons if reason}

@@ -31,10 +31,8 @@ class Activations:
     RECOMPUTE: ClassVar[Activations]
     OFFLOAD: ClassVar[Activations]
     RECOMPUTE_OFFLOAD: ClassVar[Activations]
-    ON_DEVICE: ClassVar[tuple[Activations, ...]]
-    """The first two."""
     BASIC: ClassVar[tuple[Activations, ...]]
-    """The four above; each block that can be recomputed and offloaded has them."""
+    """The four above; a block that can be recomputed and offloaded has all, else it has those of the first two."""
 
     recomputation: Recomputation | None = None
     """None saves everything that autograd needs."""
@@ -73,7 +71,6 @@ Activations.BASIC = tuple(
     Activations(recomputation=policy, offloads=away) for away in (False, True) for policy in (None, Recomputation())
 )
 Activations.SAVE, Activations.RECOMPUTE, Activations.OFFLOAD, Activations.RECOMPUTE_OFFLOAD = Activations.BASIC
-Activations.ON_DEVICE = Activations.BASIC[:2]
 
 
 def activation_choices(description: ModelDescription) -> list[tuple[Activations, ...]]:
@@ -134,23 +131,6 @@ class Placed:
         states = ["on host"] * self.on_host + ["optimizer on host"] * self.states_on_host
         return (*self.activations.describe(), *states)
 
-    @property
-    def beyond_fsdp_plan(self) -> str:
-        """The first of these decisions that transformers' `fsdp_plan` cannot express, or an empty text."""
-        beyond = {
-            "recomputes its activations": self.activations.recomputes,
-            "offloads its activations": self.activations.offloads,
-            "has its optimizer states on the host": self.states_on_host,
-        }
-        return next((words for words, holds in beyond.items() if holds), "")
-
-    @staticmethod
-    def some_away(units: Sequence[Placed]) -> tuple[bool, str, str]:
-        """Return whether some units are on the host and some are not, in words, and what an `fsdp_plan` states."""
-        count = sum(unit.on_host for unit in units)
-        words = f"{count} of {len(units)} units live on the host", "all on the host (fsdp_cpu_offload) or none"
-        return 0 < count < len(units), *words
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostOptions:
@@ -191,13 +171,8 @@ class HostOptions:
         return tuple(name for name in HOST_OPTIONS if getattr(self, name))
 
     @property
-    def no_more(self) -> dict[str, Any]:
-        """The options with everything on the device that they do not put on the host."""
-        return {name: name in self.asked for name in HOST_OPTIONS}
-
-    @property
-    def under_fsdp(self) -> bool | None:
-        """Whether units are FSDP2's even in one process; None leaves it to the planner."""
+    def needs_fsdp(self) -> bool | None:
+        """Whether one process needs FSDP2; None leaves it to the planner."""
         return self.host_offload
 
     def places(self, *, has_host: bool, alike: bool) -> tuple[Place, ...]:

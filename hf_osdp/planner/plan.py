@@ -129,7 +129,7 @@ class Plan:
             (len(sizes) > 1, f"units have {len(sizes)} group sizes ({listed})", "one mesh for all"),
             (self.compiled_classes, "blocks are compiled", "what is sharded"),
             (not self.split.is_none, f"the model is split into {self.split.describe()}", "whole modules"),
-            UnitDecision.some_away(self.units),
+            (len({unit.away for unit in self.units}) > 1, "some units live on the host", "one place for all"),
         ]
         for unit in self.units:
             reason = _beyond_fsdp_plan(unit, self.accumulation_steps)
@@ -327,8 +327,11 @@ def _some(names: Iterable[str], limit: int = 6) -> str:
 def _beyond_fsdp_plan(unit: UnitDecision, accumulation_steps: int) -> str:
     """Return the first part of a decision that an `fsdp_plan` cannot express, or an empty text."""
     beyond = {
+        "recomputes its activations": unit.activations.recomputes,
+        "keeps its activations elsewhere": unit.activations != unit.activations.kept,
         "has collectives in two stages": unit.two_stage,
         "is sent in fewer bits": unit.formats,
+        "has its optimizer states elsewhere": unit.steps_alone,
         "holds whole gradients between micro-steps": accumulation_steps > 1 and not unit.reduce_every_micro_step,
     }
-    return unit.beyond_fsdp_plan or next((words for words, holds in beyond.items() if holds), "")
+    return next((words for words, holds in beyond.items() if holds), "")

@@ -97,7 +97,7 @@ def find_plan(
     on the host need FSDP2 and its mixed precision.
     """
     builder = partial(ProblemBuilder, model, hardware=hardware, trace=trace)
-    asked = job.config.under_fsdp
+    asked = job.config.needs_fsdp
     if job.precision.autocast and not asked:
         found = builder(job.asking(**WITHOUT_FSDP)).find()
         if isinstance(found.outcome, Plan) or job.device_type == "cpu" or asked is False:
@@ -138,7 +138,11 @@ class ProblemBuilder:
             named = config.hardware if self._profile is None else self._profile.hardware
             hardware = hardware_of_run(named, device_type=job.device_type, nodes=config.nodes, measure=measured_once)
             hardware = hardware.with_margin(config.memory_margin)
-        _check_host(hardware, job)
+        if config.asked and job.device_type == "cpu":
+            name = config.asked[0]
+            raise ValueError(f"{name}=True, but the CPU trains in the host's own memory; leave {name} out.")
+        if config.asked:
+            host_of(hardware, f"{config.asked[0]}=True")
         self.hardware = hardware
         limit = hardware.device.memory_bytes if config.memory_limit_bytes is None else config.memory_limit_bytes
         limit = hardware.device.check_limit(limit, given=f"memory_limit={config.memory_limit!r}")
@@ -361,11 +365,3 @@ def _profile(named: Profile | str | Path | None) -> Profile | None:
         return named
     text = on_rank_zero(lambda: Profile.load(named).to_json())
     return Profile.from_json(text, source=str(named))
-
-
-def _check_host(hardware: Hardware, job: Job) -> None:
-    """Refuse to put anything on the host if the device is the CPU or the host is not known."""
-    if (asked := job.config.asked) and job.device_type == "cpu":
-        raise ValueError(f"{asked[0]}=True, but the CPU trains in the host's own memory; leave {asked[0]} out.")
-    if asked:
-        host_of(hardware, f"{asked[0]}=True")

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -18,10 +18,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from ..distributed.fsdp_internals import UnitGroup, parameter_groups
-from ..modeling.host_memory import copy_beside, host_tensor
+from ..modeling.activations import copy_beside, host_tensor
 from ..planner.placement import Place, Placed
 from .gradients import local
 
+_Copies: TypeAlias = list[tuple[torch.cuda.Event | None, torch.Tensor, torch.Tensor]]
+"""Ends of copies, with the tensors that they need until then."""
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)
 """Torch's optimizers whose fused step supports shards on the CPU; its fused SGD and Adagrad do not support sharded
 tensors.
@@ -82,15 +84,16 @@ class HostStates:
             while queue and (on_device + sizes[queue[0]] <= max_bytes or queue[0] is parameter):
                 incoming[queue[0]] = self._move(optimizer, queue[0], out=False)
                 on_device += sizes[queue.popleft()]
-            incoming.pop(parameter).wait()
+            _wait(incoming.pop(parameter))
             self._step(optimizer, [parameter])
             outgoing.append((parameter, self._move(optimizer, parameter, out=True)))
             while outgoing and (not queue or on_device + sizes[queue[0]] > max_bytes):
                 moved, copies = outgoing.popleft()
-                copies.wait()
+                _wait(copies)
                 on_device -= sizes[moved]
-                if not queue:
-                    copies.synchronize()
+                for ended, *_ in () if queue else copies:
+                    if ended is not None:
+                        ended.synchronize()  # the host may read them after the step
         gradients = [(parameter, parameter.grad) for parameter in sizes]
         for parameter in sizes:
             parameter.grad = None
@@ -102,7 +105,7 @@ class HostStates:
 
     def _move(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, out: bool) -> _Copies:
         """Copy a parameter's states to the host (`out`), or to its device."""
-        copies = _Copies()
+        copies = []
         for key, state in _tensors(optimizer.state.get(parameter, {})).items():
             source = local(state)
             device = local(parameter).device
@@ -115,35 +118,16 @@ class HostStates:
                 target = host_tensor(source)
                 assert target is not None
                 self._host[parameter, key] = target
-            copies.add(target, source)
+            copies.append((copy_beside(target, source, two_ways=True), target, source))
             optimizer.state[parameter][key] = _like(state, target)
         return copies
 
 
-class _Copies:
-    """Copies between device and host, on a separate stream if the device has streams; holds the tensors until
-    `wait`.
-    """
-
-    def __init__(self) -> None:
-        self._held: list[torch.Tensor] = []
-        self._ended: torch.cuda.Event | None = None
-
-    def add(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        if (ended := copy_beside(to, source, two_ways=True)) is not None:
-            self._ended = ended
-            self._held += (to, source)
-
-    def wait(self) -> None:
-        """Make the compute stream wait for the copies, and release the tensors."""
-        if self._ended is not None:
-            torch.cuda.current_stream().wait_event(self._ended)
-        self._held = []
-
-    def synchronize(self) -> None:
-        """Wait on the host, so that it can read the copies."""
-        if self._ended is not None:
-            self._ended.synchronize()
+def _wait(copies: _Copies) -> None:
+    """Make the compute stream wait for copies, after which their tensors may be freed."""
+    for ended, *_ in copies:
+        if ended is not None:
+            torch.cuda.current_stream().wait_event(ended)
 
 
 def _size_of_states(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> int:

@@ -94,13 +94,13 @@ def step_on_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     state dict.
     """
     inner = unwrapped(optimizer)
-    check_optimizer(inner, _slices_and_host(model))
+    check_optimizer(inner, _parts_and_host(model))
     step_by_device(inner, host_parameters(model))
     if whole_parameters(model):
         keep_positions(inner, model)
 
 
-def _slices_and_host(model: nn.Module) -> list[nn.Parameter]:
+def _parts_and_host(model: nn.Module) -> list[nn.Parameter]:
     """Return parameters that are on the host, or slices of a whole parameter."""
     named = named_parameters(model)
     return host_parameters(model) + [named[part] for whole in whole_parameters(model).values() for part in whole.parts]
@@ -159,7 +159,7 @@ def prepare_new_optimizers(model: nn.Module, bind: Callable[[nn.Module, torch.op
 
     With several ranks, check it by `check_optimizer`.
     """
-    host, partial, of = host_parameters(model), _slices_and_host(model), weakref.ref(model)
+    host, partial, of = host_parameters(model), _parts_and_host(model), weakref.ref(model)
     ids = {id(parameter) for parameter in model.parameters()}
     prepared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 

@@ -252,41 +252,34 @@ class _Describer:
         )  # fmt: skip
 
     def _trace(self) -> Trace:
-        """Trace the model with every option of its blocks; if it does not run so, trace it with fewer options."""
-        checkpointed = self._blocks if self._options.activation_checkpointing else None
-        basic = TraceOptions(
-            run=self._options, checkpointed_blocks=checkpointed, samples=self._options.samples,
-            most_operators=self._most_operators, is_short=self._is_short,
+        """Trace the model under every choice of its blocks; if it does not run so, under fewer, and then without
+        compiled blocks.
+        """
+        options = TraceOptions(
+            run=self._options, checkpointed_blocks=self._blocks if self._options.activation_checkpointing else None,
+            samples=self._options.samples, most_operators=self._most_operators, is_short=self._is_short,
+            blocks=self._plain_blocks(),
         )  # fmt: skip
+        every, problem = self._choices(), ""
+        left = list(every)
         while True:
             try:
-                return self._trace_choices(basic)
-            except Exception as error:
-                if not self._compiled or isinstance(error, DescriptionTimeoutError):
-                    raise
-                _log.warning(
-                    "The model cannot be traced with compiled blocks (%s); they run uncompiled.", type(error).__name__
-                )
-                _log.debug("The trace with compiled blocks failed.", exc_info=True)
-                self._compiled = ()
-
-    def _trace_choices(self, basic: TraceOptions) -> Trace:
-        problem, every, blocks = "", self._choices(), self._plain_blocks()
-        for choices in every:
-            try:
-                trace = self._trace_compiled(replace(basic, blocks=blocks, choices=choices))
+                trace = self._trace_compiled(replace(options, choices=left[0]))
+                break
             except Exception as error:  # with fewer options the model may run
-                if not choices or isinstance(error, DescriptionTimeoutError):
+                if isinstance(error, DescriptionTimeoutError) or not (left[0] or self._compiled):
                     raise
-                _log.debug("Blocks cannot be traced under all treatments of their activations.", exc_info=True)
+                _log.debug("The trace failed.", exc_info=True)
                 problem = _reason(error)
-                continue
-            if problem:
-                tried, able = ([text for one in some for text in one.describe()] for some in (every[0], choices))
-                lost = " or ".join(dict.fromkeys(text for text in tried if text not in able))
-                _log.warning("No block of %s can %s: %s.", self._name, lost, problem)
-            return trace
-        raise AssertionError
+                if not left.pop(0):
+                    kind = type(error).__name__
+                    _log.warning("The model cannot be traced with compiled blocks (%s); they run uncompiled.", kind)
+                    self._compiled, left, problem = (), list(every), ""
+        if problem:
+            tried, able = ([text for one in some for text in one.describe()] for some in (every[0], left[0]))
+            lost = " or ".join(dict.fromkeys(text for text in tried if text not in able))
+            _log.warning("No block of %s can %s: %s.", self._name, lost, problem)
+        return trace
 
     def _trace_compiled(self, options: TraceOptions) -> Trace:
         """Trace the model with as many of its blocks compiled as possible."""
@@ -322,7 +315,7 @@ class _Describer:
         if not self._options.recomputation or self._checkpointed:
             return [()]
         has_host = self._options.device_type == "cuda" and not self._options.split.operators
-        return [*([Activations.BASIC[1:]] if has_host else []), Activations.ON_DEVICE[1:], ()]
+        return [*([Activations.BASIC[1:]] if has_host else []), Activations.BASIC[1:2], ()]
 
     def _plain_blocks(self) -> frozenset[int]:
         """Return blocks, or the parts that blocks are split into: units of one module with submodules, which runs

@@ -18,10 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from ..errors import DescriptionError
-from ..modeling.activations import change_forward, tensors_of
+from ..modeling.activations import change_forward, host_memory, tensors_of
 from ..modeling.batch import Inputs, loss_of, output_of, same_random_numbers, traceable
 from ..modeling.build import checkpoint_blocks
-from ..modeling.host_memory import host_memory
 from ..modeling.replaced import replaced
 from ..modeling.split.apply import losses_of, untied_parts
 from ..modeling.units import canonical_name, modules_by_name, segment_modules

@@ -15,27 +15,8 @@ from ..placement import Activations
 from ..training_job import OptimizerSpec, OptimizerStep, TrainingJob
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardBytes:
-    """Bytes of a unit's shards and states under one layout."""
-
-    parameters: int = 0
-    """Sharded parameters, held during the whole step."""
-    optimizer: int = 0
-    """Optimizer states, held during the whole step."""
-    step_scratch: int = 0
-    """Temporaries of the optimizer step."""
-    states_passing: int = 0
-    """Most bytes on the device while parameters step one by one: a unit's states from the host with temporaries of one
-    parameter, or temporaries of one matrix."""
-    host: int = 0
-    """Parameters, gradients and optimizer states on the host; no other term includes them."""
-    host_moment: int = 0
-    """A gradient on the host that is added to the held one; one at a time over all units."""
-
-
-def shard_bytes(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) -> ShardBytes:
-    """Return the bytes of a unit's shards and states, without gradients on the device.
+def shard_bytes(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) -> dict[str, int]:
+    """Return the terms of `UnitBytes` for a unit's shards and states that are not 0, without gradients on the device.
 
     On the host, tensors that are copied are in page-locked memory, each rounded up to a power of two.
     """
@@ -43,15 +24,15 @@ def shard_bytes(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) -> 
     shards, states = [p.sharded_bytes(g) for p in trainable], sum(optimizer.state_bytes(p, g) for p in trainable)
     if layout.on_host:
         pinned = sum((1 + p.requires_grad) * pinned_bytes(p.sharded_bytes(g)) for p in unit.parameters)
-        return ShardBytes(host=pinned + states, host_moment=max(shards, default=0))
+        return dict(host=pinned + states, host_moment=max(shards, default=0))
     parameters = sum(p.sharded_bytes(g) for p in unit.parameters)
     matrix = max((optimizer.matrix_scratch(p, g) for p in trainable), default=0)
     if layout.states_on_host:
         passing = states + max(matrix, _step_scratch([max(shards, default=0)], job))
         host = sum(pinned_bytes(nbytes) for p in trainable for nbytes in optimizer.state_tensors(p, g))
-        return ShardBytes(parameters=parameters, states_passing=passing, host=host)
+        return dict(parameters=parameters, states_passing=passing, host=host)
     scratch = _step_scratch(shards, job)
-    return ShardBytes(parameters=parameters, optimizer=states, step_scratch=scratch, states_passing=matrix)
+    return dict(parameters=parameters, optimizer=states, step_scratch=scratch, states_passing=matrix)
 
 
 def pinned_bytes(nbytes: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import TypeVar
 
@@ -12,7 +12,7 @@ from ..description import DType, GatherSpan, ModelDescription, ParameterSpec, Un
 from ..hardware import Collective, Hardware
 from ..training_job import TrainingJob
 from .collectives import messages, sharded_seconds, unit_collective_seconds
-from .placement import ShardBytes, shard_bytes, shard_seconds
+from .placement import shard_bytes, shard_seconds
 
 T = TypeVar("T")
 layout_key = attrgetter(*(name for name in LAYOUT_FIELDS if name != "activations"))
@@ -20,9 +20,22 @@ layout_key = attrgetter(*(name for name in LAYOUT_FIELDS if name != "activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnitBytes(ShardBytes):
+class UnitBytes:
     """Memory terms of one unit under one layout, in bytes."""
 
+    parameters: int = 0
+    """Sharded parameters, held during the whole step."""
+    optimizer: int = 0
+    """Optimizer states, held during the whole step."""
+    step_scratch: int = 0
+    """Temporaries of the optimizer step."""
+    states_passing: int = 0
+    """Most bytes on the device while parameters step one by one: a unit's states from the host with temporaries of one
+    parameter, or temporaries of one matrix."""
+    host: int = 0
+    """Parameters, gradients and optimizer states on the host; no other term includes them."""
+    host_moment: int = 0
+    """A gradient on the host that is added to the held one; one at a time over all units."""
     gradients_held: int
     """Gradients from earlier micro-steps, held during the whole micro-step."""
     gradients_after: int
@@ -193,7 +206,7 @@ def unit_bytes(
     kept_back = reduced if g < world_size and (recast or layout.away) else 0
     # held gradients are freed when they are reduced: only the excess of `kept_back` over them counts
     beside = max(0, kept_back + gradients - whole) if joins else kept_back
-    terms = asdict(shard_bytes(unit, layout, job))
+    terms = shard_bytes(unit, layout, job)
     if partial or not accumulates:
         terms["host_moment"] = 0
     return UnitBytes(

@@ -147,7 +147,7 @@ def _choices(sharding: _Allowed, problem: PlanningProblem, batch: Batch) -> list
         return [
             replace(free, reduces=(reduce,), activations=(kept,), places=(place,)) for reduce, kept, place in fixed
         ]
-    if problem.hardware.world_size == 1 and job.under_fsdp is None:  # the buffers of FSDP2 are needed only under it
+    if problem.hardware.world_size == 1 and job.needs_fsdp is None:  # the buffers of FSDP2 are needed only under it
         plain = replace(job, **WITHOUT_FSDP).places(has_host=has_host, alike=False)
         return [replace(free, places=plain), free]
     return [free]

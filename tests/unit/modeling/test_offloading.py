@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from hf_osdp.modeling import activations as offloading
-from hf_osdp.modeling import host_memory
 from hf_osdp.modeling.activations import OwnTensors, activations_of, offload
 from hf_osdp.modeling.wrapping import recomputation_of, recompute
 from hf_osdp.tracing.memory_tracker import MemoryTracker
@@ -26,14 +25,14 @@ def way(request) -> Way:
 @pytest.fixture
 def host_copies() -> Iterator[list[weakref.ref[torch.Tensor]]]:
     """References to all memory that is taken on the host."""
-    references, stock = [], host_memory._page_locked
+    references, stock = [], offloading._page_locked
 
     def allocate(like: torch.Tensor) -> torch.Tensor:
         memory = stock(like)
         references.append(weakref.ref(memory))
         return memory
 
-    with host_memory.host_memory(allocate):
+    with offloading.host_memory(allocate):
         yield references
 
 
