@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ..errors import InfeasibleError, OSDPError, Price, Remedy, nearest
+from ..errors import InfeasibleError, OSDPError, Price, Remedy, nearest, refuse_first
 from ..modeling.catalogue import find_shape, shape_names
 from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware
 from ..planner.optimizers import NEED_MODEL, spec_of_name
-from ..planner.placement import LEFT_OPEN
 from ..planner.presets import assumed_host, preset, preset_names
 from ..planner.profile import Profile, with_block_times
 from ..planner.training_job import OptimizerSpec, Precision, TrainingJob
@@ -83,14 +82,13 @@ class Case:
         """Refuse what is wrong about the model without reading it."""
         request = self.request
         check_path(request.model)
-        if request.lora_rank is None and request.lora_targets:
-            raise ValueError(
-                f"--lora-targets {request.lora_targets} has no effect without --lora-rank; give both, or neither."
-            )
-        if request.lora_rank is None and request.quantize:
-            raise ValueError(
-                f"--quantize {request.quantize} freezes the base, so that nothing trains; add --lora-rank 16."
-            )
+        alone = request.lora_rank is None
+        refuse_first({
+            f"--lora-targets {request.lora_targets} has no effect without --lora-rank; give both, or neither.":
+                alone and request.lora_targets,
+            f"--quantize {request.quantize} freezes the base, so that nothing trains; add --lora-rank 16.":
+                alone and request.quantize,
+        })  # fmt: skip
 
     @cached_property
     def optimizer(self) -> OptimizerSpec:
@@ -240,10 +238,9 @@ class Case:
 
         request = self.request
         if request.device and problem.hardware.host is None and self.device_type == "cuda":
-            job = replace(problem.job, **LEFT_OPEN)
             for memory in _HOST_MEMORIES:
                 host = Case(replace(request, host_memory=memory)).hardware
-                if fits_by_estimate(replace(problem, hardware=host, job=job)):
+                if fits_by_estimate(replace(problem, hardware=host)):
                     yield Remedy(f"a host with {memory} (--host-memory {memory})", price=Price.DEVICES)
                     break
         if request.lora_rank is None:

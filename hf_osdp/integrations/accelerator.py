@@ -31,7 +31,7 @@ from ..distributed.launcher import launched_world_size
 from ..distributed.process_group import check_ranks, host_barrier
 from ..distributed.said_once import say_uncaught_once
 from ..distributed.stop import Stopped
-from ..errors import OSDPError
+from ..errors import OSDPError, refuse_first
 from ..measurement.step_meter import LoopMeter, Observation
 from ..modeling.batch import Inputs
 from ..modeling.build import checkpoint_blocks
@@ -213,14 +213,12 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         inputs: Inputs | None = None,
     ) -> Plan:
         """Make the plan, print it and use it; raise ValueError if a size is not known."""
-        if config.sequence_length is None:
-            raise ValueError(
-                "The sequence length is not known; give OSDPConfig(sequence_length=...) or accelerator.plan(...)."
-            )
-        if config.global_batch_size is None:
-            raise ValueError(
-                "The batch size is not known; give prepare a DataLoader, or give OSDPConfig(global_batch_size=...)."
-            )
+        refuse_first({
+            "The sequence length is not known; give OSDPConfig(sequence_length=...) or accelerator.plan(...).":
+                config.sequence_length is None,
+            "The batch size is not known; give prepare a DataLoader, or give OSDPConfig(global_batch_size=...).":
+                config.global_batch_size is None,
+        })  # fmt: skip
         if self.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             config = replace(config, reduce_every_micro_step=True)
         job = Job(

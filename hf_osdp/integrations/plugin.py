@@ -14,6 +14,7 @@ from accelerate import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from ..distributed.launcher import variable
+from ..errors import refuse_first
 from ..modeling.units import dtype_of
 from ..planner.training_job import Precision
 from ..preparation.config import OSDPConfig, merged_config, stated_options
@@ -70,17 +71,12 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
         layout = "SHARDED_STATE_DICT" if self.osdp.async_save else "FULL_STATE_DICT"
         self.state_dict_type = self.state_dict_type or variable("FSDP_STATE_DICT_TYPE", layout)
         super().__post_init__()
-        if getattr(self, "activation_checkpointing_offload", False):
-            raise ValueError(
-                "activation_checkpointing_offload=True is not counted in a plan; leave it out, or use"
-                " OSDPConfig(offload_activations=True)."
-            )
-        if self.osdp.async_save and not writes_shards(self):
-            raise ValueError(
-                "async_save=True writes shards while training continues, but state_dict_type is FULL_STATE_DICT; use"
-                " SHARDED_STATE_DICT, or"
-                " leave async_save out."
-            )
+        refuse_first({
+            "activation_checkpointing_offload=True is not counted in a plan; leave it out, or use"
+            " OSDPConfig(offload_activations=True).": getattr(self, "activation_checkpointing_offload", False),
+            "async_save=True writes shards while training continues, but state_dict_type is FULL_STATE_DICT; use"
+            " SHARDED_STATE_DICT, or leave async_save out.": self.osdp.async_save and not writes_shards(self),
+        })  # fmt: skip
 
     @property
     def pin_memory(self: Any) -> bool | None:

@@ -21,6 +21,7 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
 
 from ..checkpoint.resume import recorded_manifest
+from ..errors import refuse_first
 from ..modeling.batch import Inputs
 from ..planner.optimizers import knows_trainer_name, spec_of_trainer_name
 from ..planner.training_job import OptimizerSpec, Precision
@@ -214,14 +215,11 @@ def refuse_changes(trainer: Trainer, run: PlannedRun) -> None:
     """Refuse a number of samples other than the plan's, and micro-batches that were planned without the training."""
     plan, parts = run.plan, trainer.args.world_size if accelerator_config_of(trainer.args).split_batches else 1
     asked = trainer._requested_batch_size  # type: ignore[attr-defined]
-    if not run.trains and plan.micro_batch_size * parts != asked:
-        raise ValueError(
-            f"This Trainer was planned to evaluate, since it had no train_dataset, with {plan.micro_batch_size}"
-            f" samples at once, and the arguments train {asked}: make another Trainer with train_dataset to train."
-        )
-    if (samples := samples_of_step(trainer.args)) != plan.global_batch_size:
-        raise ValueError(
-            f"The Trainer's arguments now make {samples} samples per step, but the plan has {plan.global_batch_size};"
-            " set batch sizes"
-            " before the Trainer is made."
-        )
+    samples = samples_of_step(trainer.args)
+    refuse_first({
+        f"This Trainer was planned to evaluate, since it had no train_dataset, with {plan.micro_batch_size} samples at"
+        f" once, and the arguments train {asked}: make another Trainer with train_dataset to train.":
+            not run.trains and plan.micro_batch_size * parts != asked,
+        f"The Trainer's arguments now make {samples} samples per step, but the plan has {plan.global_batch_size}; set"
+        " batch sizes before the Trainer is made.": samples != plan.global_batch_size,
+    })  # fmt: skip

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from ..errors import refuse_first
 from ..reading import problem_of_text
 from .affine import Affine, Envelope
 from .split import WHOLE_BLOCKS, ModelSplit
@@ -86,22 +87,18 @@ class Recomputation:
     """
 
     def __post_init__(self) -> None:
-        if self.budget is not None and (self.saved_calls or not 0 < self.budget < 1):
-            raise ValueError(f"budget={self.budget} of a recomputation must lie between 0 and 1, without saved_calls.")
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"share={self.share} of a recomputation must be from 0 to 1.")
-        if len(set(self.saved_calls)) < len(self.saved_calls) or not all(
-            _CALL.fullmatch(call) for call in self.saved_calls
-        ):
-            raise ValueError(
-                f"saved_calls={self.saved_calls!r} must be different calls of operators, such as 'addmm#0'."
-            )
-        if unsafe := next((call for call in self.saved_calls if call.startswith("_to_copy#") or "_#" in call), None):
-            raise ValueError(
-                f"saved_calls has {unsafe!r}, but outputs of casts and in-place operators cannot be saved."
-            )
-        if problem := next(filter(None, map(problem_of_text, self.names)), None):
-            raise ValueError(f"A name of a recomputation's saved calls {problem}.")
+        unsafe = next((call for call in self.saved_calls if call.startswith("_to_copy#") or "_#" in call), None)
+        problem = next(filter(None, map(problem_of_text, self.names)), None)
+        different = len(set(self.saved_calls)) == len(self.saved_calls)
+        refuse_first({
+            f"budget={self.budget} of a recomputation must lie between 0 and 1, without saved_calls.":
+                self.budget is not None and (self.saved_calls or not 0 < self.budget < 1),
+            f"share={self.share} of a recomputation must be from 0 to 1.": not 0 <= self.share <= 1,
+            f"saved_calls={self.saved_calls!r} must be different calls of operators, such as 'addmm#0'.":
+                not (different and all(map(_CALL.fullmatch, self.saved_calls))),
+            f"saved_calls has {unsafe!r}, but outputs of casts and in-place operators cannot be saved.": unsafe,
+            f"A name of a recomputation's saved calls {problem}.": problem,
+        })  # fmt: skip
 
     def describe(self) -> str:
         """Return short text for tables: `recompute`, `recompute 0.4: saves c_attn, attention`."""

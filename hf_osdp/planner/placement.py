@@ -5,7 +5,7 @@ of activations. `cost/placement.py` has the bytes and seconds, `sharding/host.py
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,7 +16,6 @@ STATE_OPTIONS = ("host_offload", "offload_optimizer")
 ACTIVATION_OPTION = "offload_activations"
 HOST_OPTIONS = (*STATE_OPTIONS, ACTIVATION_OPTION)
 """Options that put something on the host."""
-LEFT_OPEN: dict[str, Any] = dict.fromkeys(HOST_OPTIONS)
 WITHOUT_FSDP: dict[str, Any] = {"host_offload": False}
 """Options with which one process needs no FSDP2."""
 NOT_IN_MODEL: dict[str, Any] = {"states_on_host": False}
@@ -150,20 +149,6 @@ class HostOptions:
     """Keep the saved activations of every block on the host until backward, or of none; default: the planner decides
     for each.
     """
-
-    def check_places(self) -> None:
-        if self.host_offload and self.offload_optimizer:
-            raise ValueError(
-                "offload_optimizer=True has no effect: host_offload=True moves all states to the host; leave one out."
-            )
-
-    def check_choices(self, choices: Iterable[Sequence[Activations]]) -> None:
-        """Raise ValueError if the user wants all activations on the host, but no unit has this choice."""
-        if self.offload_activations and not any(one.offloads for own in choices for one in own):
-            raise ValueError(
-                "offload_activations=True, but no block of this model can offload its activations: the model"
-                " recomputes them by itself, or they could not be traced; leave offload_activations to the planner."
-            )
 
     @property
     def asked(self) -> tuple[str, ...]:

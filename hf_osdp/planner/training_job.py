@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 
+from ..errors import refuse_first
 from .description import DType, ParameterSpec
-from .placement import HostOptions
+from .placement import STATE_OPTIONS, HostOptions
 from .wire import WireFormat
 
 EXACT = "exact"
@@ -275,13 +276,15 @@ class TrainingJob(Decisions):
             value = getattr(self, field.name)
             if field.type == "bool | None" and value is not None and not isinstance(value, bool):
                 raise ValueError(f"{field.name}={value!r} must be True, False, or None to leave it to the planner.")
-        self.check_places()
-        if not 1 <= self.global_batch_size <= _MOST_SAMPLES:
-            raise ValueError(
-                f"global_batch_size={self.global_batch_size} must be at least 1 and at most {_MOST_SAMPLES}."
-            )
-        if self.micro_batch_size is not None and self.micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size={self.micro_batch_size} must be at least 1.")
+        everything, states = STATE_OPTIONS
+        refuse_first({
+            f"{states}=True has no effect: {everything}=True moves all states to the host; leave one out.":
+                {everything, states} <= set(self.asked),
+            f"global_batch_size={self.global_batch_size} must be at least 1 and at most {_MOST_SAMPLES}.":
+                not 1 <= self.global_batch_size <= _MOST_SAMPLES,
+            f"micro_batch_size={self.micro_batch_size} must be at least 1.":
+                self.micro_batch_size is not None and self.micro_batch_size < 1,
+        })  # fmt: skip
 
     def micro_batch_sizes(self, world_size: int) -> tuple[int, ...]:
         """Return the micro-batch sizes that give the global batch on `world_size` ranks, largest first; ValueError

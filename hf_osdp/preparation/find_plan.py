@@ -23,6 +23,7 @@ from ..errors import (
     InfeasibleError,
     ProfileError,
     Remedy,
+    refuse_first,
 )
 from ..measurement.block_times import TimedModel
 from ..measurement.machine import hardware_of_run
@@ -138,9 +139,10 @@ class ProblemBuilder:
             named = config.hardware if self._profile is None else self._profile.hardware
             hardware = hardware_of_run(named, device_type=job.device_type, nodes=config.nodes, measure=measured_once)
             hardware = hardware.with_margin(config.memory_margin)
-        if config.asked and job.device_type == "cpu":
-            name = config.asked[0]
-            raise ValueError(f"{name}=True, but the CPU trains in the host's own memory; leave {name} out.")
+        refuse_first({
+            f"{name}=True, but the CPU trains in the host's own memory; leave {name} out.": job.device_type == "cpu"
+            for name in config.asked
+        })  # fmt: skip
         if config.asked:
             host_of(hardware, f"{config.asked[0]}=True")
         self.hardware = hardware

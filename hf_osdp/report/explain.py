@@ -10,7 +10,7 @@ from itertools import chain
 
 from ..errors import InfeasibleError
 from ..planner.cost.evaluate import PlanEstimate
-from ..planner.cost.memory import MemoryEstimate, estimate_memory
+from ..planner.cost.memory import estimate_memory
 from ..planner.cost.timing import ACTIVATIONS, TimeEstimate, UnitTimer
 from ..planner.decision import UnitLayout
 from ..planner.description import ModelDescription
@@ -186,21 +186,20 @@ class _RowReasons:
         return RowReason(row=row, faster=first, next_fitting=second)
 
     def _alternative(self, row: PlanRow, choice: UnitLayout, added_s: float) -> Alternative:
-        changed = (row.units, row.units[:1], row.units[-1:])
-        peak, *ends = (self._memory(units, choice).on(self._problem.hardware) for units in changed)
+        peak, *ends = (self._memory(units, choice)[0] for units in (row.units, row.units[:1], row.units[-1:]))
         over, single = (0 if self._room is None else nbytes - self._room for nbytes in (peak, min(ends)))
         return Alternative(choice=choice, added_s=added_s, peak_bytes=peak, over_bytes=over, single_over_bytes=single)
 
     def _fits(self, units: tuple[int, ...], choice: UnitLayout) -> bool:
-        memory, hardware = self._memory(units, choice), self._problem.hardware
-        fits_host = hardware.host is None or memory.host_bytes <= hardware.host.memory_bytes
-        return fits_host and (self._room is None or memory.on(hardware) <= self._room)
+        (peak, used), host = self._memory(units, choice), self._problem.hardware.host
+        return (host is None or used <= host.memory_bytes) and (self._room is None or peak <= self._room)
 
-    def _memory(self, units: tuple[int, ...], choice: UnitLayout) -> MemoryEstimate:
-        """Return the memory if these units change."""
-        problem, own = self._problem, enumerate(self._choices)
-        changed = [choice if index in units else layout for index, layout in own]
-        return estimate_memory(problem.description, changed, problem.hardware.world_size, problem.job, self._batch)
+    def _memory(self, units: tuple[int, ...], choice: UnitLayout) -> tuple[int, int]:
+        """Return the peak and the bytes on the host if these units change."""
+        problem = self._problem
+        changed = [choice if index in units else own for index, own in enumerate(self._choices)]
+        memory = estimate_memory(problem.description, changed, problem.hardware.world_size, problem.job, self._batch)
+        return memory.on(problem.hardware), memory.host_bytes
 
 
 def _find_bottleneck(samples_per_s: float, problem: PlanningProblem) -> Bottleneck:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from ...errors import refuse_first
 from ..affine import Affine
 from ..cost.placement import host_of
 from ..cost.units import shape_ids
 from ..decision import Batch, Space, UnitLayout, layouts_for
 from ..description import GatherSpan, UnitDescription
 from ..hardware import Hardware
-from ..placement import WITHOUT_FSDP, Activations, Place, activation_choices
+from ..placement import ACTIVATION_OPTION, WITHOUT_FSDP, Activations, Place, activation_choices
 from ..problem import PlanningProblem, Strategy
 from ..training_job import TrainingJob, divisors
 from .wires import with_wires
@@ -56,18 +57,7 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
     description, hardware, choices = problem.description, problem.hardware, activation_choices(problem.description)
     if asked := problem.job.asked:
         host_of(hardware, f"{asked[0]}=True")
-    problem.job.check_choices(choices)
-    if problem.job.recompute and not (description.recomputable or description.recomputed_by_others):
-        raise ValueError(
-            "recompute=True, but no block of this model can be recomputed: it has batch normalisation, whose running"
-            " statistics would be updated twice, or its own torch.Generator, or its recomputation could not be traced;"
-            " leave recompute to the planner."
-        )
-    if problem.shards_whole:
-        raise ValueError(
-            f"strategy={problem.strategy.value} shards parameters, but {problem.job.optimizer.name} needs them whole;"
-            " use osdp or ddp."
-        )
+    _refuse_impossible(problem, choices)
     jobs = [problem.job]
     if problem.job.recompute is None and any(segment.held_bytes != Affine() for segment in description.segments):
         jobs.insert(0, replace(problem.job, recompute=False))
@@ -89,6 +79,21 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
     return tuple(
         {tuple(map(id, space)): space for space in spaces}.values()
     )  # equal layouts are the same object, see `_product`
+
+
+def _refuse_impossible(problem: PlanningProblem, choices: Sequence[Sequence[Activations]]) -> None:
+    description, job = problem.description, problem.job
+    refuse_first({
+        f"{ACTIVATION_OPTION}=True, but no block of this model can have its activations on the host: it recomputes"
+        f" them by itself, or they could not be traced; leave {ACTIVATION_OPTION} to the planner.":
+            ACTIVATION_OPTION in job.asked and not any(one != one.kept for own in choices for one in own),
+        "recompute=True, but no block of this model can be recomputed: it has batch normalisation, whose running"
+        " statistics would be updated twice, or its own torch.Generator, or its recomputation could not be traced;"
+        " leave recompute to the planner.":
+            job.recompute and not (description.recomputable or description.recomputed_by_others),
+        f"strategy={problem.strategy.value} shards parameters, but {job.optimizer.name} needs them whole; use osdp or"
+        " ddp.": problem.shards_whole,
+    })  # fmt: skip
 
 
 def _shardings(strategy: Strategy, hardware: Hardware) -> list[_Allowed]:
