@@ -4,7 +4,6 @@ of activations. `cost/placement.py` has the bytes and seconds, `sharding/host.py
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
@@ -160,18 +159,17 @@ class HostOptions:
         """Whether one process needs FSDP2; None leaves it to the planner."""
         return self.host_offload
 
-    def places(self, *, has_host: bool, alike: bool) -> tuple[Place, ...]:
-        """Return the allowed places of states, with a known host or without; `alike`: that all units may have."""
-        pairs = itertools.product(*(self._values(name, has_host) for name in STATE_OPTIONS))
-        return tuple(
-            dict.fromkeys(Place(all_, one and not all_) for all_, one in pairs if not (alike and all_ and one))
+    def allowed(
+        self, recomputes: Sequence[bool], *, has_host: bool, alike: bool
+    ) -> tuple[tuple[Activations, ...], tuple[Place, ...]]:
+        """Return the allowed choices of activations, which recompute fully or not at all, and places of states.
+
+        `has_host`: the host is known; `alike`: only places that all units may have.
+        """
+        all_states, states, saved = (
+            (False, True) if asked is None and has_host else (bool(asked),)
+            for asked in (self.host_offload, self.offload_optimizer, self.offload_activations)
         )
-
-    def activations(self, recomputes: Sequence[bool], *, has_host: bool) -> tuple[Activations, ...]:
-        """Return the allowed choices of activations, all of which recompute fully or not at all."""
-        pairs = itertools.product(self._values(ACTIVATION_OPTION, has_host), recomputes)
-        return tuple(Activations.BASIC[2 * away + again] for away, again in pairs)
-
-    def _values(self, name: str, has_host: bool) -> tuple[bool, ...]:
-        asked = getattr(self, name)
-        return (False, True) if asked is None and has_host else (bool(asked),)
+        pairs = [(away, one) for away in all_states for one in states if not (alike and away and one)]
+        activations = tuple(Activations.BASIC[2 * away + again] for away in saved for again in recomputes)
+        return activations, tuple(dict.fromkeys(Place(away, one and not away) for away, one in pairs))

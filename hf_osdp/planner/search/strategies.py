@@ -134,8 +134,10 @@ def _choices(sharding: _Allowed, problem: PlanningProblem, batch: Batch) -> list
     """Return the allowed decisions beside the sharding: one value if units decide alone (`osdp`), else one per
     common choice.
     """
-    job, has_host, several = problem.job, problem.hardware.host is not None, batch.accumulation_steps > 1
+    job, hardware, several = problem.job, problem.hardware, batch.accumulation_steps > 1
     recomputes = (False, True) if job.recompute is None else (job.recompute,)
+    is_free = problem.strategy is Strategy.OSDP
+    activations, places = job.allowed(recomputes, has_host=hardware.host is not None, alike=not is_free)
     free = replace(
         sharding,
         reduces=(True,)
@@ -143,17 +145,15 @@ def _choices(sharding: _Allowed, problem: PlanningProblem, batch: Batch) -> list
         else (True, False)
         if job.reduce_every_micro_step is None
         else (job.reduce_every_micro_step,),
-        activations=job.activations(recomputes, has_host=has_host),
-        saves_operators=job.recompute is None and problem.strategy is Strategy.OSDP,
-        places=job.places(has_host=has_host, alike=problem.strategy is not Strategy.OSDP),
+        activations=activations,
+        saves_operators=job.recompute is None and is_free,
+        places=places,
     )
-    if problem.strategy is not Strategy.OSDP:
-        fixed = itertools.product(free.reduces, free.activations, free.places)
-        return [
-            replace(free, reduces=(reduce,), activations=(kept,), places=(place,)) for reduce, kept, place in fixed
-        ]
-    if problem.hardware.world_size == 1 and job.needs_fsdp is None:  # the buffers of FSDP2 are needed only under it
-        plain = replace(job, **WITHOUT_FSDP).places(has_host=has_host, alike=False)
+    if not is_free:
+        fixed = itertools.product(free.reduces, activations, places)
+        return [replace(free, reduces=(one,), activations=(kept,), places=(place,)) for one, kept, place in fixed]
+    if hardware.world_size == 1 and job.needs_fsdp is None:  # the buffers of FSDP2 are needed only under it
+        _, plain = replace(job, **WITHOUT_FSDP).allowed(recomputes, has_host=hardware.host is not None, alike=False)
         return [replace(free, places=plain), free]
     return [free]
 
