@@ -19,10 +19,11 @@ from ..errors import ProfileError
 from ..modeling.batch import loss_of, output_of, random_states_kept, same_random_numbers
 from ..modeling.build import build_on_meta, checkpoint_blocks, disable_cache
 from ..modeling.replaced import replaced
-from ..modeling.units import class_of, modules_by_name
-from ..modeling.wrapping import compile_forward, frozen_norms_keep_dtype, under_autocast
+from ..modeling.units import modules_by_name
+from ..modeling.wrapping import frozen_norms_keep_dtype, under_autocast
 from ..planner.description import ModelDescription, Segment
 from ..planner.profile import COPIES, SegmentTimes, SegmentWork, TimePoint
+from ..tracing.block_forms import change_blocks
 from ..tracing.describe import describe
 from ..tracing.options import ModelRun
 from ..tracing.pictures import UsualBatch
@@ -135,15 +136,13 @@ def _measure_passes(
 
 
 def _prepared(model: nn.Module, timed: TimedModel, description: ModelDescription) -> nn.Module:
-    """Recompute and compile blocks as training will."""
+    """Recompute blocks, and give them their forms, as training will."""
     disable_cache(model)
     if timed.compute_dtype is not None and not timed.autocast:
         frozen_norms_keep_dtype(model)
     if timed.activation_checkpointing:
         checkpoint_blocks(model, description.block_classes)
-    for module in model.modules():
-        if class_of(module).__name__ in description.compiled_classes:
-            compile_forward(module)
+    change_blocks(model, description)
     return model
 
 

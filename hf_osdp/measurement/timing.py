@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..distributed.collectives import listening
 from ..distributed.mesh import collective_device, find_topology, world_size
+from ..modeling.wrapping import SkippableMode
 from ..planner.affine import linear_fit
 from ..planner.hardware import Collective, CollectiveTiming
 
@@ -177,7 +177,7 @@ class CollectiveTotal:
     """Seconds of all calls: as measured on a rank, or without waiting for late ranks (`of_last_rank`)."""
 
 
-class CollectiveClock(TorchDispatchMode):
+class CollectiveClock(SkippableMode):
     """Time all-gathers, reduce-scatters and all-reduces issued inside the context; several announced as one count as
     one.
 
@@ -185,9 +185,6 @@ class CollectiveClock(TorchDispatchMode):
     the waiting stream, and nothing blocks. A profiler would need device memory there, which a run near its limit does
     not have.
     """
-
-    leaves_compiled_code = True
-    """Compiled blocks, which send nothing, run without the clock, because under a mode they would run uncompiled."""
 
     def __init__(self, device: torch.device) -> None:
         """Make a clock for tensors on a device. Collective if the topology is not known yet."""

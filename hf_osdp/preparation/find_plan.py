@@ -48,7 +48,7 @@ Trace: TypeAlias = Callable[..., ModelDescription]
 """`describe_once`, or a function with the same arguments."""
 _log = logging.getLogger(__name__)
 _MAX_DESCRIPTIONS = 3
-"""Most descriptions of a model with compiled blocks, each at another micro-batch size."""
+"""Most descriptions of a model whose blocks have another form, each at another micro-batch size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +72,11 @@ class FoundPlan:
 
     @property
     def eager(self) -> ModelDescription | None:
-        """The model without compilation; None if no block is compiled."""
-        return self.builder.eager if self.whole.compiled_classes else None
+        """The model with its blocks as they are; None if none has another form."""
+        return self.builder.eager if self.whole.changed_blocks else None
 
     def compared(self) -> Iterator[StrategyResult]:
-        """Yield every strategy at its own best batch, OSDP first, and if blocks are compiled, eager ones too."""
+        """Yield every strategy at its own best batch, OSDP first, and if blocks have another form, eager ones too."""
         return compare_strategies(
             replace(self.problem, description=self.whole), split=self.problem.description, eager=self.eager
         )
@@ -146,7 +146,7 @@ class ProblemBuilder:
     def build(
         self, split: ModelSplit = WHOLE_BLOCKS, *, micro_batch_size: int = TRACED_MICRO_BATCH
     ) -> PlanningProblem:
-        """Return the problem of the model with a split, compiled at this micro-batch size; raise DescriptionError
+        """Return the problem of the model with a split, described at this micro-batch size; raise DescriptionError
         or ProfileError. Collective if it times the blocks.
         """
         if split.is_none and self.times is None:
@@ -171,7 +171,7 @@ class ProblemBuilder:
     def _time_blocks(self, whole: ModelDescription) -> None:
         """Take the profile's times of the blocks, or measure them where the run measures.
 
-        Compiled blocks, which take minutes to compile on the CPU, have the times of eager ones in proportion.
+        Blocks in another form, which may take minutes to make, have the times of eager ones in proportion.
         """
         if self._profile is not None and self._profile.segments:
             self.times = BlockTimes.of(self._profile.segments, whole, self.hardware, "from the profile")
@@ -182,7 +182,7 @@ class ProblemBuilder:
             timed = self._describer.timed_model(self._training.micro_batch_sizes(self.job.world_size))
             room_bytes = self.hardware.tensor_bytes(self.limit_bytes)
             device_type = self.job.device_type
-            eager = self._eager if whole.compiled_classes else whole
+            eager = self._eager if whole.changed_blocks else whole
             self.times = times_of_run(eager, timed, self.hardware, device_type=device_type, room_bytes=room_bytes)
         except ProfileError as error:
             self._untimed = f"estimated. {error}"
@@ -193,9 +193,9 @@ class ProblemBuilder:
         return ProblemBuilder(self.model, job, hardware=self.hardware, trace=self._trace, times=self.times)
 
     def find(self) -> FoundPlan:
-        """Search on rank 0; describe compiled blocks at the plan's micro-batch size. Collective."""
+        """Search on rank 0; describe blocks in another form at the plan's micro-batch size. Collective."""
         found, described = self._find(TRACED_MICRO_BATCH), {1, TRACED_MICRO_BATCH}
-        while found.whole.compiled_classes and isinstance(found.outcome, Plan) and len(described) < _MAX_DESCRIPTIONS:
+        while found.whole.changed_blocks and isinstance(found.outcome, Plan) and len(described) < _MAX_DESCRIPTIONS:
             if (size := found.outcome.micro_batch_size) in described:
                 break
             described.add(size)
@@ -234,7 +234,7 @@ class ProblemBuilder:
         if not job.config.operator_splitting:
             return whole.description.split
         operators = not (
-            job.activation_checkpointing or job.config.recompute or whole.description.compiled_classes
+            job.activation_checkpointing or job.config.recompute or whole.description.changed_blocks
         )  # such blocks cannot be cut into units
         splits = partial(
             possible_splits, self.model, whole.description, vocabulary=self._splits_vocabulary, operators=operators,
@@ -244,7 +244,7 @@ class ProblemBuilder:
 
     @property
     def eager(self) -> ModelDescription:
-        """The model without compilation."""
+        """The model with its blocks as they are."""
         return self._with_times(self._eager)
 
     @cached_property
@@ -275,7 +275,7 @@ class Describer:
         micro_batch_size: int = TRACED_MICRO_BATCH,
     ) -> ModelDescription:
         """Describe the model with a split, or raise DescriptionError."""
-        sizes = {"micro_batch_size": micro_batch_size if self._job.config.compile else TRACED_MICRO_BATCH}
+        sizes = {"micro_batch_size": micro_batch_size}
         try:
             return self._sharing_policies(split, **sizes) or self._describe(split, **sizes)
         except DescriptionError as error:
@@ -314,10 +314,10 @@ class Describer:
 
         All splits of the head have the same blocks, so that each policy to recompute them is traced once.
         """
-        if split.is_none or self._job.config.compile:
+        if split.is_none:
             return None
         whole = self._describe(WHOLE_BLOCKS, **sizes)
-        if (blocks := without_head(split, whole)) == split:
+        if whole.changed_blocks or (blocks := without_head(split, whole)) == split:
             return None
         base = self._describe(blocks, **sizes)
         return (

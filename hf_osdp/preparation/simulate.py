@@ -23,7 +23,7 @@ from ..errors import OSDPError
 from ..modeling.batch import Loss, same_random_numbers, traceable
 from ..modeling.build import build_on_meta, checkpoint_blocks
 from ..modeling.replaced import replaced
-from ..modeling.wrapping import compiled_by, under_autocast
+from ..modeling.wrapping import under_autocast
 from ..planner.cost.correction import Correction
 from ..planner.cost.memory import MemoryBreakdown
 from ..planner.description import ModelDescription
@@ -36,7 +36,7 @@ from ..quantities import format_bytes
 from ..sharding.apply import apply_plan
 from ..sharding.environment import host_parameters, mp_policy
 from ..sharding.steps import make_optimizer, train_step
-from ..tracing.compiled import TracedCompiler
+from ..tracing.block_forms import forms_in_trace
 from ..tracing.cuda_kernels import CudaKernels
 from ..tracing.fake_model import fake_copy
 from ..tracing.known_values import KnownValues
@@ -110,13 +110,10 @@ def simulate(
         if chosen.activation_checkpointing:
             checkpoint_blocks(fake, description.block_classes)
         cuda = CudaKernels(chosen.capability) if on_cuda else None
-        compiler = TracedCompiler(mode, cuda)
-        with compiled_by(compiler.compile):
-            apply_plan(
-                fake, plan, description.units, meshes=meshes, mp_policy=mp_policy(job.precision), broadcast=False
-            )
+        forms = stack.enter_context(forms_in_trace(mode, cuda))
+        apply_plan(fake, plan, description.units, meshes=meshes, mp_policy=mp_policy(job.precision), broadcast=False)
         fakes = known.fakes_of(batch, mode)
-        memory = MemoryTracker(
+        forms.memory = memory = MemoryTracker(
             block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1,
             by_kind=True,
             locks_pages=on_cuda,
@@ -125,8 +122,6 @@ def simulate(
         stack.enter_context(memory)
         stack.enter_context(memory.host_copies())
         stack.enter_context(_separate_shape_propagation())
-        stack.callback(compiler.close)
-        stack.enter_context(compiler.recording(memory))
         if cuda is not None:
             stack.enter_context(cuda)
         if job.precision.autocast and job.precision.compute is not None:

@@ -4,7 +4,6 @@ the plan.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import asdict, replace
 from functools import partial
 from graphlib import TopologicalSorter
@@ -23,12 +22,13 @@ from ..distributed.wire import encode_replicas, transports, wires_of
 from ..errors import OSDPError, PlanError, PlanMismatchError
 from ..modeling.activation_offload import is_offloaded, offload
 from ..modeling.quantized import pack, view_in
-from ..modeling.split.apply import apply_split, losses_of
+from ..modeling.split.apply import apply_split
 from ..modeling.units import modules_by_name, named_parameters
-from ..modeling.wrapping import compile_forward, has_running_statistics, is_compiled, recomputation_of, recompute
+from ..modeling.wrapping import has_running_statistics, recomputation_of, recompute
 from ..planner.decision import UnitDecision
 from ..planner.description import Activations, DType, GatherSpan, ModelDescription, UnitDescription, shard_dim
 from ..planner.plan import Plan
+from ..tracing.block_forms import change_blocks
 from .environment import form_process_group, uses_host
 from .gradients import clip_across_meshes
 from .sharded_class import keep_class, mark_managed, save_whole
@@ -83,9 +83,13 @@ def apply_plan(
     apply_split(model, plan.split)
     plan.check(_as_description(model, units), world_size())
     found = _find_units(model, plan, units)
-    _change_forwards(found, plan.compiled_classes)
-    for loss in losses_of(model) if plan.compiled_classes else ():
-        compile_forward(loss)
+    change_blocks(model, plan)
+    for unit in found:
+        activations = unit.decision.activations
+        if activations.recomputation is not None:
+            recompute(unit.modules[0], activations.recomputation)
+        if activations.offloads:
+            offload(unit.modules[0])
     if not needs_process_group(plan, mp_policy):
         return model
     if uses_host(plan) and not dist.is_initialized():
@@ -123,17 +127,6 @@ def refuse_hooks(model: nn.Module) -> None:
                 " parameter.grad before"
                 " optimizer.step(), or use register_post_accumulate_grad_hook once the model is sharded."
             )
-
-
-def _change_forwards(units: list[_Unit], compiled_classes: Collection[str]) -> None:
-    for unit in units:
-        recomputation = unit.decision.activations.recomputation
-        if unit.description.class_name in compiled_classes and unit.description.span is GatherSpan.USE:
-            compile_forward(unit.modules[0], recomputation)
-        elif recomputation is not None:
-            recompute(unit.modules[0], recomputation)
-        if unit.decision.activations.offloads:
-            offload(unit.modules[0])
 
 
 def _shard_units(
@@ -276,13 +269,6 @@ def verify_applied(model: nn.Module, plan: Plan, units: tuple[UnitDescription, .
             f" {planned.describe(plan.world_size)!r} ({len(different)} of {len(units)} units differ);"
             " apply the plan to a fresh model and do not change its layout afterwards."
         )
-    for unit in units:
-        compiles = unit.class_name in plan.compiled_classes and unit.span is GatherSpan.USE
-        if is_compiled(modules[unit.module_names[0]]) is not compiles:
-            has, says = ("is not", "compiles it") if compiles else ("is", "does not compile it")
-            raise PlanMismatchError(
-                f"Unit {unit.label!r} {has} compiled, but the plan {says}; apply the plan to a fresh model."
-            )
 
 
 def read_back(model: nn.Module, units: tuple[UnitDescription, ...]) -> tuple[UnitDecision, ...]:

@@ -9,11 +9,12 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..distributed.process_group import require_all
 from ..errors import OSDPError
+from ..modeling.wrapping import SkippableMode
 from .gradient_checks import REMEDY
 from .state import broadcast_into, free_gathered, gathered
 from .weight_reads import units_of
@@ -94,7 +95,7 @@ def _refuse_call(module: nn.Module, args: object) -> NoReturn:
     )
 
 
-class AcrossLayouts(TorchDispatchMode):
+class AcrossLayouts(SkippableMode):
     """Run element-wise operators on shards of several layouts, or on shards and whole tensors that are equal on all
     ranks.
 
@@ -103,9 +104,6 @@ class AcrossLayouts(TorchDispatchMode):
     same as with whole parameters, whether it keeps shards or whole tensors. Work in which gradients flow is left to
     torch, which refuses it.
     """
-
-    leaves_compiled_code = True
-    """Its operators inside compiled code need no change; see `CompiledForward`."""
 
     def __init__(self, what: str) -> None:
         """Name the work, for the error of a rank that does it alone."""

@@ -25,9 +25,10 @@ from ..modeling.split.apply import split_copy
 from ..modeling.units import class_of, dtype_of, embedding_and_head, find_units, large_tables, modules_by_name
 from ..modeling.wrapping import has_running_statistics
 from ..planner.affine import Affine
+from ..planner.block_forms import FORM_FIELDS
 from ..planner.description import DType, GatherSpan, ModelDescription, Segment, UnitDescription, shown_name
 from .attention import ASSUMED_CAPABILITY, AttentionCall, Kernel, capability_here, math_kernel_warning
-from .compiled import NotCompiledError
+from .block_forms import FormError, forms_asked, trace_in_forms
 from .lengths import SHORTEST, extended
 from .options import DescribeOptions
 from .pictures import UsualBatch
@@ -109,7 +110,7 @@ class _Describer:
         )
         self._blocks = self._block_classes()
         self._checkpointed = options.activation_checkpointing or is_checkpointed(model)
-        self._compiled = self._blocks if options.compile else ()
+        self._forms = forms_asked(options, self._blocks, self._name)
         self._dtype = options.compute_dtype or self._main_dtype()
         if options.inputs is None and not hasattr(model, "config"):
             raise DescriptionError(
@@ -121,10 +122,6 @@ class _Describer:
     def describe(self) -> ModelDescription:
         if self._checkpointed:
             self._refuse_running_statistics()
-        if self._options.compile and not self._compiled:
-            _log.warning(
-                "%s has no blocks to compile; name their classes with block_classes, or leave compile out.", self._name
-            )
         found = self._traced()
         batch_bytes, cast_bytes = self._input_bytes()
         return ModelDescription(
@@ -141,7 +138,7 @@ class _Describer:
             output_bytes=found.output_bytes,
             trace=self._trace_summary(found.kernels),
             recomputed_by_others=self._checkpointed,
-            compiled_classes=self._compiled,
+            **{name: getattr(self._forms, name) for name in FORM_FIELDS},
         )
 
     def _block_classes(self) -> tuple[str, ...]:
@@ -257,25 +254,20 @@ class _Describer:
             run=self._options, checkpointed_blocks=checkpointed, samples=self._options.samples,
             most_operators=self._most_operators, is_short=self._is_short,
         )  # fmt: skip
-        while True:
-            try:
-                return self._trace_choices(basic)
-            except Exception as error:
-                if not self._compiled or isinstance(error, DescriptionTimeoutError):
-                    raise
-                _log.warning(
-                    "The model cannot be traced with compiled blocks (%s); they run uncompiled.", type(error).__name__
-                )
-                _log.debug("The trace with compiled blocks failed.", exc_info=True)
-                self._compiled = ()
+        trace: Trace
+        trace, self._forms = trace_in_forms(
+            lambda forms: self._trace_choices(replace(basic, forms=forms)), self._units, self._forms
+        )
+        return trace
 
     def _trace_choices(self, basic: TraceOptions) -> Trace:
         problems: list[str] = []
         for recomputable, offloadable in self._choices():
             try:
-                trace = self._trace_compiled(replace(basic, recomputable=recomputable, offloadable=offloadable))
+                options = replace(basic, recomputable=recomputable, offloadable=offloadable)
+                trace = trace_segments(self._model, self._units, self._inputs, options)
             except Exception as error:  # with fewer options the model may run
-                if not (recomputable or offloadable) or isinstance(error, DescriptionTimeoutError):
+                if not (recomputable or offloadable) or isinstance(error, (DescriptionTimeoutError, FormError)):
                     raise
                 _log.debug("Blocks cannot be traced as recomputed or offloaded.", exc_info=True)
                 problems.append(_reason(error))
@@ -285,36 +277,6 @@ class _Describer:
                 _log.warning("The plan cannot %s blocks of %s: %s.", ways, self._name, problems[-1])
             return trace
         raise AssertionError
-
-    def _trace_compiled(self, options: TraceOptions) -> Trace:
-        """Trace the model with as many of its blocks compiled as possible."""
-        while True:
-            blocks = [
-                (i, unit)
-                for i, unit in enumerate(self._units)
-                if unit.span is GatherSpan.USE and len(unit.module_names) == 1
-            ]
-            compiled = frozenset(i for i, unit in blocks if unit.class_name in self._compiled)
-            tried = replace(options, compiled=compiled, offloadable=frozenset(options.offloadable) - compiled)
-            try:
-                trace = trace_segments(self._model, self._units, self._inputs, tried)
-            except NotCompiledError as error:
-                if error.class_name not in self._compiled:  # the loss
-                    raise
-                self._leave_uncompiled(error)
-                continue
-            runs = Counter(segment.unit for segment in trace.segments)
-            not_a_block = next(
-                (i for i in compiled if runs[i] > 1 or i in trace.outside_reads), None
-            )  # see `_units_with_spans`
-            if not_a_block is None:
-                return trace
-            reason = "it runs several times in a step, or its weights are read outside of it"
-            self._leave_uncompiled(NotCompiledError(self._units[not_a_block].class_name, reason))
-
-    def _leave_uncompiled(self, error: NotCompiledError) -> None:
-        _log.warning("%s These blocks run uncompiled.", error)
-        self._compiled = tuple(name for name in self._compiled if name != error.class_name)
 
     def _choices(self) -> list[tuple[frozenset[int], frozenset[int]]]:
         """Return pairs of units to recompute and units to offload: first both, then only recomputation, then none.
@@ -359,7 +321,7 @@ class _Describer:
             parts += [f"attention {attention}"]
         parts += [content] if (content := getattr(self._inputs, "content", "")) else []
         parts += ["under autocast"] if options.autocast else []
-        parts += [f"{' and '.join(self._compiled)} compiled"] if self._compiled else []
+        parts += list(filter(None, [self._forms.changed_blocks]))
         parts += ["blocks checkpointed"] if self._checkpointed else []
         return ", ".join(parts)
 

@@ -52,7 +52,7 @@ class ModelRun:
     Not needed if the model has activation checkpointing enabled already.
     """
     compile: bool = False
-    """The blocks' forwards will be compiled if each compiles as one graph (`ModelDescription.compiled_classes`)."""
+    """The blocks' forwards will be compiled if each compiles as one graph (`planner/block_forms.py`)."""
 
     def __post_init__(self) -> None:
         if self.device_type not in ("cpu", "cuda"):

@@ -22,13 +22,14 @@ from ..modeling.activation_offload import host_memory, offload, tensors_of
 from ..modeling.batch import Inputs, loss_of, output_of, same_random_numbers, traceable
 from ..modeling.build import checkpoint_blocks
 from ..modeling.replaced import replaced
-from ..modeling.split.apply import losses_of, untied_parts
+from ..modeling.split.apply import untied_parts
 from ..modeling.units import canonical_name, modules_by_name, segment_modules
 from ..modeling.wrapping import cast_floating, recompute, under_autocast
 from ..planner.affine import Affine
+from ..planner.block_forms import AS_WRITTEN, BlockForms
 from ..planner.description import GatherSpan, Recomputation, RecomputedSegment, Segment, UnitDescription
 from .attention import AttentionCall, Kernel
-from .compiled import TracedCompiler
+from .block_forms import change_blocks, forms_in_trace, policies_of_form
 from .cuda_kernels import CudaKernels
 from .equal_blocks import RecordedCall, block_key, call_key
 from .fake_model import OutsideReads, fake_copy, stored_tensors_releaser
@@ -47,10 +48,6 @@ from .segments import (
     with_offloaded,
 )
 
-_BUDGETS = (0.13, 0.28, 0.53, 0.78)
-"""Budgets traced for compiled blocks, in addition to 0 and 1: torch's partitioner finds only 4 to 6 different cuts
-of a block.
-"""
 _TRACED_EQUAL_BLOCKS = 2
 """Number of equal blocks that are traced: the first one differs, because the model's own forward also holds its
 input.
@@ -68,8 +65,8 @@ class TraceOptions:
     """Indices of units, of one module each, that are also traced with each policy to recompute them
     (`Segment.recomputed`).
     """
-    compiled: Collection[int] = ()
-    """Indices of units, of one module each, whose forward is compiled."""
+    forms: BlockForms = AS_WRITTEN
+    """The forms of the blocks; those that it changes are not traced as offloaded."""
     offloadable: Collection[int] = ()
     """Indices of units, of one module each, that are also traced as offloaded (`Segment.own_saved_bytes`),
     recomputed or not.
@@ -129,7 +126,8 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
         samples = samples[-2:]  # batch norm of pooled features cannot train on a single sample
         records = tracer.run(samples)
     # a second forward would change such buffers twice
-    options = replace(options, recomputable=frozenset(options.recomputable) - tracer.changing)
+    recomputable, own = frozenset(options.recomputable) - tracer.changing, tracer.own_policies
+    options = replace(options, recomputable=recomputable, offloadable=frozenset(options.offloadable) - own.keys())
     fitted = functools.partial(segments_of, every_moment=options.is_short)
     first, plain = fitted(records, samples), fitted(records[-2:], samples[-2:])
     output_bytes = linear_bytes(tracer.output_bytes, samples)
@@ -144,7 +142,7 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
     if options.offloadable:
         found = with_offloaded(found, traced(offloaded=options.offloadable), options.offloadable)
     if options.recomputable:
-        found = _with_recomputed(found, traced, lambda: tracer.recomputed_calls, options)
+        found = _with_recomputed(found, traced, tracer, options)
     return Trace(
         segments=tuple(
             with_first_sample(segment, single)
@@ -162,20 +160,20 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
 def _with_recomputed(
     plain: list[Segment],
     traced: Callable[..., list[Segment]],
-    recomputed_calls: Callable[[], Mapping[int, Sequence[LoggedCall]]],
+    tracer: _Tracer,
     options: TraceOptions,
 ) -> list[Segment]:
     """Return the segments, each with the traced policies to recompute it that are worth their bytes."""
     fully = dict.fromkeys(options.recomputable, Recomputation())
     full = traced(fully)
-    logs = recomputed_calls()
+    logs = tracer.recomputed_calls
     if options.offloadable:
         full = with_offloaded(full, traced(fully, options.offloadable), options.offloadable)
     device_type, samples = options.run.device_type, options.samples[-2]
     policies: dict[int, tuple[Recomputation, ...]] = {}
     for segment, recomputed in zip(plain, full, strict=True) if options.run.partial_recomputation else ():
-        if segment.unit in options.compiled and segment.unit in fully:
-            policies[segment.unit] = tuple(Recomputation(budget=budget) for budget in _BUDGETS)
+        if segment.unit in tracer.own_policies and segment.unit in fully:
+            policies[segment.unit] = tracer.own_policies[segment.unit]
         elif segment.unit in logs and segment.unit in fully:
             saved_bytes = segment.saved_bytes.bytes(samples) - recomputed.saved_bytes.bytes(samples)
             policies[segment.unit] = recomputations(logs[segment.unit], saved_bytes, device_type)[1:]
@@ -260,7 +258,9 @@ class _Tracer:
         """The traced calls of equal blocks in the current batch."""
         self._cuda = CudaKernels(options.run.capability) if options.run.device_type == "cuda" else None
         self.kernels: Mapping[Kernel, AttentionCall] = {} if self._cuda is None else self._cuda.found
-        self._compiler = TracedCompiler(self._mode, self._cuda)
+        of_units = ((i, policies_of_form(options.forms, unit.class_name)) for i, unit in enumerate(units))
+        self.own_policies = {i: policies for i, policies in of_units if policies}
+        """Policies to recompute the blocks whose form recomputes by itself."""
         self.reads = OutsideReads(self._modules, units)
 
     def run(
@@ -270,7 +270,7 @@ class _Tracer:
         run = self._options.run
         self._logs, self._equal_to, self.output_bytes = {}, {}, []
         with _forwards_restored(self._fake), ExitStack() as stack:
-            stack.callback(self._compiler.close)
+            self._forms = stack.enter_context(forms_in_trace(self._mode, self._cuda))
             self._transform_blocks(recomputed, offloaded)
             stack.enter_context(host_memory(lambda like: None))
             stack.enter_context(self.reads)
@@ -284,20 +284,16 @@ class _Tracer:
         return records
 
     def _transform_blocks(self, recomputed: Mapping[int, Recomputation], offloaded: Collection[int]) -> None:
-        """Compile, recompute and offload the blocks' forwards."""
+        """Give the blocks their forms, and recompute and offload them."""
 
         def block(index: int) -> nn.Module:
             return self._modules[self._units[index].module_names[0]]
 
-        for index in self._options.compiled:
-            block(index).forward = self._compiler.compile(block(index).forward, recomputed.get(index))
-        for loss in losses_of(self._fake) if self._options.compiled else ():
-            loss.forward = self._compiler.compile(loss.forward)
+        change_blocks(self._fake, self._options.forms)
         for index, policy in recomputed.items():
-            if index not in self._options.compiled:
-                if not policy.saved_calls:
-                    block(index).forward = self._logged(index, block(index))
-                recompute(block(index), policy)
+            if not policy.saved_calls and index not in self.own_policies:
+                block(index).forward = self._logged(index, block(index))
+            recompute(block(index), policy)
         for index in offloaded:
             offload(block(index))
 
@@ -348,7 +344,7 @@ class _Tracer:
             )  # fmt: skip
             self._calls.clear()
             stack.enter_context(recorder)
-            stack.enter_context(self._compiler.recording(recorder))
+            self._forms.memory = recorder
             if self._cuda is not None:
                 stack.enter_context(self._cuda)
             output = output_of(self._fake, fakes, self._options.run.loss)

@@ -14,7 +14,7 @@ from ..decision import Batch, Space, UnitLayout, layouts_for
 from ..description import Activations, GatherSpan, ModelDescription, Recomputation, UnitDescription
 from ..hardware import Hardware
 from ..problem import PlanningProblem, Strategy
-from ..training_job import TrainingJob, divisors
+from ..training_job import EXACT, TrainingJob, divisors
 from .wires import with_wires
 
 
@@ -80,7 +80,7 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
             for i in set(first_alike)
         }
         spaces.append(tuple(layouts[i] for i in first_alike))
-    if problem.job.communication is not None:
+    if problem.job.communication != EXACT:
         spaces = with_wires(problem, shapes, spaces)
     return tuple(
         {tuple(map(id, space)): space for space in spaces}.values()

@@ -145,7 +145,7 @@ def metered(
 ) -> tuple[Model, torch.optim.Optimizer, LoopMeter, list[Observation]]:
     told: list[Observation] = []
     model = Model()
-    plan = SimpleNamespace(accumulation_steps=micro_steps, compiled_classes=())
+    plan = SimpleNamespace(accumulation_steps=micro_steps)
     meter = LoopMeter(model, torch.device("cpu"), told.append, plan, may_skip=micro_steps is not None, steps=steps)
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False), meter, told
 
