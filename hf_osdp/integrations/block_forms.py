@@ -63,19 +63,15 @@ def with_dynamo(config: OSDPConfig, state: AcceleratorState) -> OSDPConfig:
     dynamo = state.dynamo_plugin
     if dynamo.backend == DynamoBackend.NO or dynamo.disable:
         return config
-    changed = {
-        "mode": dynamo.mode not in (None, "default"),
-        "fullgraph": dynamo.fullgraph,
-        "dynamic": dynamo.dynamic is not None,
-    }
-    unsupported = [name for name, is_set in {**changed, "options": dynamo.options}.items() if is_set]
-    if dynamo.backend != DynamoBackend.INDUCTOR or unsupported:
-        options = (
-            ", ".join(f"{name}={getattr(dynamo, name)!r}" for name in unsupported)
-            or f"backend={dynamo.backend.value.lower()}"
-        )
+    stock = {"backend": "inductor", "mode": "default", "fullgraph": False, "dynamic": None, "options": None}
+    asked = {
+        "backend": dynamo.backend.value.lower(), "mode": dynamo.mode or "default", "fullgraph": bool(dynamo.fullgraph),
+        "dynamic": dynamo.dynamic, "options": dynamo.options or None,
+    }  # fmt: skip
+    if refused := [f"{name}={value!r}" for name, value in asked.items() if value != stock[name]]:
         raise ValueError(
-            f"torch.compile with {options} cannot be planned; use inductor with its defaults, or leave it out."
+            f"torch.compile with {', '.join(refused)} cannot be planned; use inductor with its defaults, or leave it"
+            " out."
         )
     return _compiling(config)
 

@@ -42,12 +42,8 @@ class RecomputingForward:
     """Forward of a module that itself recomputes in backward what `recomputation` says; None saves all."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        update_wrapper(self, forward)
+        update_wrapper(self, forward)  # type: ignore[arg-type]  # subclasses can be called
         self._forward, self.recomputation = forward, cast(Recomputation | None, None)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> object:
-        """Run the forward."""
-        raise NotImplementedError
 
 
 class _Recomputed(RecomputingForward):

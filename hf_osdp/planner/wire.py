@@ -101,32 +101,25 @@ class Message:
 
     def gather_buffers(self) -> int:
         """Return the bytes that a gather allocates beside its output: codes of all ranks, and temporaries."""
-        if self.wire is None:
-            return 0
-        part = -(-self.elements // self.ranks)
-        return self.wire.gathered_bytes(self.elements, self.ranks) + self.wire.temporary_bytes(part)
+        temporary = 0 if self.wire is None else self.wire.temporary_bytes(-(-self.elements // self.ranks))
+        return (self.sent_bytes or 0) + temporary
 
     def reduce_buffers(self, *, separate_sums: bool) -> int:
         """Return the bytes of a reduction beside input and output: codes both ways, temporaries, with `separate_sums`
         a float32 sum.
         """
-        if self.wire is None:
-            return 0
-        sums = 4 * -(-self.elements // self.ranks) if separate_sums else 0
-        return self.gather_buffers() + self.wire.gathered_bytes(self.elements, self.ranks) + sums
+        sums = 4 * -(-self.elements // self.ranks) if separate_sums and self.wire is not None else 0
+        return self.gather_buffers() + (self.sent_bytes or 0) + sums
 
     def gather_seconds(self, memory_bytes_per_s: float) -> float:
         """Return the seconds to encode a rank's part and to decode all parts, at memory speed."""
-        if self.wire is None:
-            return 0.0
-        return self.elements * (self.wire.encode_traffic / self.ranks + self.wire.decode_traffic) / memory_bytes_per_s
+        traffic = 0.0 if self.wire is None else self.wire.encode_traffic / self.ranks + self.wire.decode_traffic
+        return self.elements * traffic / memory_bytes_per_s
 
     def reduce_seconds(self, memory_bytes_per_s: float) -> float:
         """Return the seconds to encode the parts of other ranks, and to decode and sum the received ones."""
-        if self.wire is None:
-            return 0.0
-        others, traffic = (self.ranks - 1) / self.ranks, self.wire.encode_traffic + self.wire.decode_traffic
-        return self.elements * others * traffic / memory_bytes_per_s
+        traffic = 0.0 if self.wire is None else self.wire.encode_traffic + self.wire.decode_traffic
+        return self.elements * (self.ranks - 1) / self.ranks * traffic / memory_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

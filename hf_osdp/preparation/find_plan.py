@@ -127,7 +127,6 @@ class ProblemBuilder:
         """
         self.model, self.job, self._trace, config = model, job, trace, job.config
         self._describer = Describer(model, job, trace)
-        self._describe = cache(self._describer.describe)
         self._training = job.training()
         self._profile = _profile(config.profile)
         self.times, self._untimed = times, "estimated"
@@ -150,8 +149,8 @@ class ProblemBuilder:
         or ProfileError. Collective if it times the blocks.
         """
         if split.is_none and self.times is None:
-            self._time_blocks(self._describe(split, micro_batch_size=micro_batch_size))
-        description = self.describe(split, micro_batch_size=micro_batch_size)
+            self._time_blocks(self._describer.describe(split, micro_batch_size))
+        description = self.describe(split, micro_batch_size)
         return PlanningProblem(
             description=description,
             hardware=self.hardware,
@@ -161,9 +160,9 @@ class ProblemBuilder:
             simplicity=self.job.config.simplicity,
         )
 
-    def describe(self, split: ModelSplit = WHOLE_BLOCKS, *, micro_batch_size: int) -> ModelDescription:
+    def describe(self, split: ModelSplit, micro_batch_size: int) -> ModelDescription:
         """Describe the model with a split, with the times of its blocks if they were measured."""
-        return self._with_times(self._describe(split, micro_batch_size=micro_batch_size))
+        return self._with_times(self._describer.describe(split, micro_batch_size))
 
     def _with_times(self, description: ModelDescription) -> ModelDescription:
         return replace(description, timing=self._untimed) if self.times is None else self.times.on(description)
@@ -240,7 +239,7 @@ class ProblemBuilder:
             possible_splits, self.model, whole.description, vocabulary=self._splits_vocabulary, operators=operators,
             parts=job.optimizer.steps_parts,
         )  # fmt: skip
-        return choose_description(whole, splits, partial(self.describe, micro_batch_size=micro_batch_size)).split
+        return choose_description(whole, splits, lambda split: self.describe(split, micro_batch_size)).split
 
     @property
     def eager(self) -> ModelDescription:
@@ -268,19 +267,13 @@ class Describer:
         self._may_fall_back = job.config.inputs is None and job.inputs is not None and _has_usual_batch(model)
         self._describe = cache(self._traced)
 
-    def describe(
-        self,
-        split: ModelSplit = WHOLE_BLOCKS,
-        *,
-        micro_batch_size: int = TRACED_MICRO_BATCH,
-    ) -> ModelDescription:
-        """Describe the model with a split, or raise DescriptionError."""
-        sizes = {"micro_batch_size": micro_batch_size}
+    def describe(self, split: ModelSplit = WHOLE_BLOCKS, size: int = TRACED_MICRO_BATCH) -> ModelDescription:
+        """Describe the model with a split at a micro-batch size, or raise DescriptionError."""
         try:
-            return self._sharing_policies(split, **sizes) or self._describe(split, **sizes)
+            return self._sharing_policies(split, size) or self._describe(split, size)
         except DescriptionError as error:
             final = isinstance(error, (CheckpointingError, DescriptionTimeoutError))
-            if not final and split.is_none and (of_one := self._of_one_sample(**sizes)) is not None:
+            if not final and split.is_none and (of_one := self._of_one_sample(size)) is not None:
                 return of_one
             if not self._may_fall_back or final or not split.is_none:
                 raise
@@ -291,9 +284,9 @@ class Describer:
                 self._job.config.sequence_length,
             )  # fmt: skip
         self._inputs, self._loss, self._may_fall_back = None, None, False
-        return self._describe(split, **sizes)
+        return self._describe(split, size)
 
-    def _of_one_sample(self, **sizes: Any) -> ModelDescription | None:
+    def _of_one_sample(self, size: int) -> ModelDescription | None:
         """Describe a model that may not run more samples at once by one alone; None if the run has larger
         micro-batches, or this fails too.
         """
@@ -303,12 +296,12 @@ class Describer:
         inputs = usual or UsualBatch(self._model, config.sequence_length or 1, config.images)
         self._inputs = lambda samples: inputs(1)
         try:
-            return self._describe(WHOLE_BLOCKS, **sizes)
+            return self._describe(WHOLE_BLOCKS, size)
         except DescriptionError:
             self._inputs = usual
             return None
 
-    def _sharing_policies(self, split: ModelSplit, **sizes: Any) -> ModelDescription | None:
+    def _sharing_policies(self, split: ModelSplit, size: int) -> ModelDescription | None:
         """Describe a split of the head with the policies to recompute blocks of the model with a whole head; None if
         that is not possible.
 
@@ -316,21 +309,19 @@ class Describer:
         """
         if split.is_none:
             return None
-        whole = self._describe(WHOLE_BLOCKS, **sizes)
+        whole = self._describe(WHOLE_BLOCKS, size)
         if whole.changed_blocks or (blocks := without_head(split, whole)) == split:
             return None
-        base = self._describe(blocks, **sizes)
-        return (
-            with_policies_of(base, self._describe(split, recomputation=False, **sizes)) if base.recomputable else None
-        )
+        base = self._describe(blocks, size)
+        return with_policies_of(base, self._describe(split, size, recomputation=False)) if base.recomputable else None
 
     def timed_model(self, micro_batch_sizes: tuple[int, ...]) -> TimedModel:
         """Return the model with its batches and loss, as they were described, to be timed; its blocks run eager."""
         run = replace(self._run, compile=False)
         return TimedModel(model_or_config=self._model, micro_batch_sizes=micro_batch_sizes, **run.keywords)
 
-    def _traced(self, split: ModelSplit, **options: Any) -> ModelDescription:
-        description = self._trace(self._model, **self._run.keywords, split=split, **options)
+    def _traced(self, split: ModelSplit, size: int, **options: Any) -> ModelDescription:
+        description = self._trace(self._model, **self._run.keywords, split=split, micro_batch_size=size, **options)
         return replace(description, other_bytes=sum(self._job.other_models.values()))
 
     @property

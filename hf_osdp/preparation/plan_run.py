@@ -195,7 +195,7 @@ def _given(model: nn.Module, job: Job) -> PlannedRun:
             job = job.under_fsdp
         as_planned = job.asking(plan=None, compile=bool(plan.changed_blocks))
         size = plan.micro_batch_size if plan.changed_blocks else TRACED_MICRO_BATCH
-        description = Describer(model, as_planned).describe(plan.split, micro_batch_size=size)
+        description = Describer(model, as_planned).describe(plan.split, size)
         plan.check(description, job.world_size)
         check_whole(plan, description, job.optimizer)
         inputs = PlanInputs(description=description, job=job.training(), hardware=None)

@@ -23,7 +23,6 @@ from ..errors import OSDPError
 from ..modeling.batch import Loss, same_random_numbers, traceable
 from ..modeling.build import build_on_meta, checkpoint_blocks
 from ..modeling.replaced import replaced
-from ..modeling.wrapping import under_autocast
 from ..planner.cost.correction import Correction
 from ..planner.cost.memory import MemoryBreakdown
 from ..planner.description import ModelDescription
@@ -90,7 +89,8 @@ def simulate(
     """
     if unknown := options.keys() - _OPTIONS:
         raise TypeError(f"simulate() has no option {min(unknown)}; its options are {', '.join(sorted(_OPTIONS))}.")
-    chosen = ModelRun(sequence_length=description.sequence_length, **options)
+    precision = {"compute_dtype": job.precision.compute, "autocast": job.precision.autocast}
+    chosen = ModelRun(sequence_length=description.sequence_length, **precision, **options)  # type: ignore[arg-type]
     started = time.perf_counter()
     model = (
         model_or_config
@@ -124,9 +124,7 @@ def simulate(
         stack.enter_context(_separate_shape_propagation())
         if cuda is not None:
             stack.enter_context(cuda)
-        if job.precision.autocast and job.precision.compute is not None:
-            autocast = under_autocast(fake.forward, getattr(torch, job.precision.compute.value))
-            stack.enter_context(replaced(fake, forward=autocast))
+        stack.enter_context(chosen.running(fake, model))
         optimizer = make_optimizer(fake, job.optimizer, plan, description.units)
         _run_step(fake, optimizer, fakes, plan, job, memory, chosen.loss)
     return Simulation(

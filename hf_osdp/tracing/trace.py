@@ -24,7 +24,7 @@ from ..modeling.build import checkpoint_blocks
 from ..modeling.replaced import replaced
 from ..modeling.split.apply import untied_parts
 from ..modeling.units import canonical_name, modules_by_name, segment_modules
-from ..modeling.wrapping import cast_floating, recompute, under_autocast
+from ..modeling.wrapping import cast_floating, recompute
 from ..planner.affine import Affine
 from ..planner.block_forms import AS_WRITTEN, BlockForms
 from ..planner.description import GatherSpan, Recomputation, RecomputedSegment, Segment, UnitDescription
@@ -267,17 +267,13 @@ class _Tracer:
         self, samples: Samples, recomputed: Mapping[int, Recomputation] = {}, offloaded: Collection[int] = ()
     ) -> list[list[SegmentRecord]]:
         """Return the segment records of each batch size."""
-        run = self._options.run
         self._logs, self._equal_to, self.output_bytes = {}, {}, []
         with _forwards_restored(self._fake), ExitStack() as stack:
             self._forms = stack.enter_context(forms_in_trace(self._mode, self._cuda))
             self._transform_blocks(recomputed, offloaded)
             stack.enter_context(host_memory(lambda like: None))
             stack.enter_context(self.reads)
-            if run.autocast and run.torch_dtype is not None:
-                stack.enter_context(replaced(self._fake, forward=under_autocast(self._fake.forward, run.torch_dtype)))
-            if run.loss is not None:  # it may call the original model, as trainers do with `self.model`
-                stack.enter_context(replaced(self._model, forward=self._fake.__call__))
+            stack.enter_context(self._options.run.running(self._fake, self._model))
             self._wrap(stack)
             records = [self._run(self._batches[count]) for count in samples]
         _refuse_fake_gradients(self._model)

@@ -25,7 +25,7 @@ Compiler = Callable[[nn.Module, Callable[..., Any], float], Callable[..., Any]]
 """Function from a module, its forward and torch's `activation_memory_budget` to the compiled forward."""
 
 
-def compile_blocks(model: nn.Module, forms: BlockForms) -> None:
+def change_blocks(model: nn.Module, forms: BlockForms) -> None:
     """Compile a model's blocks, before they are recomputed and sharded, and with them the loss of a chunk; names of
     parameters and modules are unchanged.
     """

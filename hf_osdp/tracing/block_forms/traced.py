@@ -55,11 +55,11 @@ class TracedCompiler:
         """Records what compiled forwards and their backwards allocate and compute."""
         self._runs = 0
         """Number of graphs that ran."""
-        self._backend = functools.cache(self._make_backend)
+        self.backend = functools.cache(self._make_backend)
 
     def compile(self, module: nn.Module, forward: Callable[..., Any], budget: float) -> Callable[..., Any]:
-        """Return a block's compiled forward; calling it raises NotCompiledError if compilation fails."""
-        compiled = torch.compile(forward, backend=self._backend(budget), fullgraph=True, dynamic=False)
+        """Return a block's compiled forward; calling it raises FormError if compilation fails."""
+        compiled = torch.compile(forward, backend=self.backend(budget), fullgraph=True, dynamic=False)
         name = class_of(module).__name__
 
         def run(*args: Any, **kwargs: Any) -> object:
@@ -69,20 +69,13 @@ class TracedCompiler:
                     output: object = compiled(*args, **kwargs)
                 except (torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:
                     if isinstance(error, torch._dynamo.exc.TorchDynamoException) or "compiled frames" in str(error):
-                        raise NotCompiledError(name, str(error) or type(error).__name__) from error
+                        raise FormError(name, str(error) or type(error).__name__) from error
                     raise
             if self._runs == runs:
-                raise NotCompiledError(name, "dynamo is switched off in this process")
+                raise FormError(name, "dynamo is switched off in this process")
             return output
 
         return run
-
-    def forget(self) -> None:
-        """Clear dynamo's caches: they belong to the code of a forward, and training compiles the same code for
-        real.
-        """
-        if self._backend.cache_info().currsize:
-            torch._dynamo.reset()
 
     def _make_backend(self, budget: float) -> Callable[..., Any]:
         """Return dynamo's backend for a budget.
@@ -162,7 +155,7 @@ class TracedCompiler:
 
 
 @contextmanager
-def compiler_in_trace(mode: FakeTensorMode, cuda: CudaKernels | None = None) -> Iterator[TracedCompiler]:
+def forms_in_trace(mode: FakeTensorMode, cuda: CudaKernels | None = None) -> Iterator[TracedCompiler]:
     """Let forwards that are made inside the context compile for a trace; arguments are those of `TracedCompiler`."""
     compiler = TracedCompiler(mode, cuda)
     token = COMPILER.set(compiler.compile)
@@ -173,10 +166,11 @@ def compiler_in_trace(mode: FakeTensorMode, cuda: CudaKernels | None = None) -> 
             yield compiler
     finally:
         COMPILER.reset(token)
-        compiler.forget()
+        if compiler.backend.cache_info().currsize:  # its code is of forwards that training compiles for real
+            torch._dynamo.reset()
 
 
-class NotCompiledError(DescriptionError):
+class FormError(DescriptionError):
     """A block that dynamo cannot compile as one graph."""
 
     def __init__(self, class_name: str, reason: str) -> None:
@@ -185,12 +179,12 @@ class NotCompiledError(DescriptionError):
         super().__init__(f"{class_name} does not compile as one graph ({first[:120].rstrip('.')}).")
 
 
-def budgets_of(forms: BlockForms, class_name: str) -> tuple[Recomputation, ...]:
+def policies_of_form(forms: BlockForms, class_name: str) -> tuple[Recomputation, ...]:
     """Return the policies to recompute a class of compiled blocks partially; none if it runs as the model has it."""
     return _BUDGETS if forms.changes(class_name) else ()
 
 
-def compiled_if_asked(run: ModelRun, classes: tuple[str, ...], model_name: str) -> BlockForms:
+def forms_asked(run: ModelRun, classes: tuple[str, ...], model_name: str) -> BlockForms:
     """Return the forms of blocks of these classes; warn if they are to be compiled and there are none."""
     if run.compile and not classes:
         _log.warning(
@@ -199,7 +193,7 @@ def compiled_if_asked(run: ModelRun, classes: tuple[str, ...], model_name: str) 
     return BlockForms(compiled_classes=classes if run.compile else ())
 
 
-def trace_compiled(
+def trace_in_forms(
     trace: Callable[[BlockForms], Any], units: Sequence[UnitDescription], forms: BlockForms
 ) -> tuple[Any, BlockForms]:
     """Trace a model with as many of its blocks compiled as possible; return the `Trace`, and which blocks they are."""
@@ -210,9 +204,9 @@ def trace_compiled(
             for index, unit in enumerate(units):
                 if forms.changes(unit.class_name) and (runs[index] > 1 or index in found.outside_reads):
                     reason = "it runs several times in a step, or its weights are read outside of it"
-                    raise NotCompiledError(unit.class_name, reason)
+                    raise FormError(unit.class_name, reason)
             return found, forms
-        except NotCompiledError as error:
+        except FormError as error:
             _log.warning("%s These blocks run uncompiled.", error)
             left = tuple(name for name in forms.compiled_classes if name != error.class_name)
             forms = BlockForms(compiled_classes=left if forms.changes(error.class_name) else ())  # else the loss

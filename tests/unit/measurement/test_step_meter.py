@@ -17,7 +17,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from hf_osdp.measurement.step_meter import LoopMeter, Observation, StepMeter, training_tensors
 from hf_osdp.measurement.timing import CollectiveTotal, timings_of, totals_of
 from hf_osdp.modeling.step_hooks import after_step
+from hf_osdp.modeling.wrapping import SkippableMode
+from hf_osdp.planner.block_forms import BlockForms
 from hf_osdp.planner.hardware import Collective
+from hf_osdp.tracing.block_forms import change_blocks
+from hf_osdp.tracing.block_forms.compiled import COMPILER
 from hf_osdp.tracing.memory_tracker import MemoryTracker
 from tests.helpers.distributed import run_ranks
 
@@ -138,6 +142,33 @@ class Model(torch.nn.Module):
 
     def forward(self, batch):
         return (self.weight * batch).sum()
+
+
+def test_compiled_code_skips_the_tracker_so_that_its_peak_is_unknown_and_one_step_is_clocked(monkeypatch):
+    clocked = []
+
+    class Clock(SkippableMode):
+        def __init__(self, device):
+            super().__init__()
+
+        def __enter__(self):
+            clocked.append(meter.steps)
+            return super().__enter__()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr("hf_osdp.measurement.step_meter.CollectiveClock", Clock)
+    monkeypatch.setattr("hf_osdp.measurement.step_meter.world_size", lambda: 2)
+    token, model = COMPILER.set(lambda module, forward, budget: forward), Model()
+    change_blocks(model, BlockForms(compiled_classes=("Model",)))
+    COMPILER.reset(token)
+    meter = StepMeter("cpu", lambda: [])
+    for _ in range(4):
+        meter.step_begins()
+        model(torch.zeros(ELEMENTS)).backward()
+        meter.step_ends()
+    assert meter.peak_bytes is None and clocked == [2]
 
 
 def metered(

@@ -12,7 +12,7 @@ from torch import nn
 from hf_osdp.integrations.block_forms import unwrapped
 from hf_osdp.planner.block_forms import BlockForms
 from hf_osdp.preparation.config import OSDPConfig
-from hf_osdp.tracing.block_forms.compiled import CompiledForward, compile_blocks
+from hf_osdp.tracing.block_forms.compiled import CompiledForward, change_blocks
 
 NORMED = BlockForms(compiled_classes=("Normed",))
 
@@ -59,7 +59,7 @@ def test_wrappers_of_torch_compile_are_taken_off_a_model_and_its_modules():
 
 def test_statistics_of_batch_norm_in_a_compiled_block_count_each_batch_once(block):
     compiled = copy.deepcopy(block)
-    compile_blocks(compiled, NORMED)
+    change_blocks(compiled, NORMED)
     torch.testing.assert_close(stepped(compiled), stepped(block))
     assert compiled.norm.num_batches_tracked == 2
 
@@ -69,7 +69,7 @@ def test_copies_of_a_model_with_compiled_blocks_run_their_own_weights(block, cop
     monkeypatch.setattr(
         torch, "compile", lambda forward, **options: lambda *args: forward(*args)
     )  # whose weights run does not need code
-    compile_blocks(block, NORMED)
+    change_blocks(block, NORMED)
     block(torch.ones(2, 4))
     other = copied(block)
     assert isinstance(other.forward, CompiledForward)
