@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from ..distributed.device import free_workspaces
@@ -91,7 +90,6 @@ class StepMeter:
         self._began: Moment | None = None
         self._first: tuple[Moment, Moment] | None = None
         self._mode: MemoryTracker | CollectiveClock | None = None
-        self._entered: MemoryTracker | CollectiveClock | None = None
         self._clock: CollectiveClock | None = None
         self.steps = 0
         self._allocated_bytes = self._workspace_bytes = 0
@@ -164,8 +162,6 @@ class StepMeter:
         )
 
     def _enter(self) -> None:
-        if self._entered is not None:
-            return
         if self.steps == 1 and not self._on_cuda:
             self._mode = MemoryTracker(block_bytes=1, device_type=self._device.type)
             self._mode.track(self._held())
@@ -173,17 +169,12 @@ class StepMeter:
             self._mode = self._clock or CollectiveClock(self._device)
         if self._mode is not None:
             self._mode.__enter__()
-            self._entered = self._mode
 
     def _leave(self) -> None:
-        """Stop counting.
-
-        Modes are a stack: if another mode was entered later, ours stays entered but unused until that one exits.
-        """
+        """Stop counting."""
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
         self._mode = None
-        if self._entered is not None and _get_current_dispatch_mode() is self._entered:
-            self._entered.__exit__(None, None, None)
-            self._entered = None
 
 
 def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
@@ -90,6 +90,18 @@ class SkippableMode(TorchDispatchMode):
     """Mode that code may skip whose operators torch would have to run one by one; `skipped` says whether any did."""
 
     skipped = False
+
+    def __exit__(self, *exception: Any) -> None:
+        """Leave this mode, and not one that was entered inside the context and stays, as that of a callback that
+        counts FLOPs.
+        """
+        modes, above = _get_current_dispatch_mode_stack(), []
+        while any(mode is self for mode in modes) and modes[-1] is not self:
+            above.append(_pop_mode())
+            modes.pop()
+        super().__exit__(*exception)
+        for mode in reversed(above):
+            _push_mode(mode)
 
 
 def has_running_statistics(module: nn.Module, *, itself: bool = False) -> bool:
