@@ -25,7 +25,7 @@ from ..modeling.split.apply import split_copy
 from ..modeling.units import class_of, dtype_of, embedding_and_head, find_units, large_tables, modules_by_name
 from ..modeling.wrapping import has_running_statistics
 from ..planner.affine import Affine
-from ..planner.block_forms import FORM_FIELDS
+from ..planner.block_forms import FORM_FIELDS, BlockForms
 from ..planner.description import DType, GatherSpan, ModelDescription, Segment, UnitDescription, shown_name
 from .attention import ASSUMED_CAPABILITY, AttentionCall, Kernel, capability_here, math_kernel_warning
 from .block_forms import FormError, forms_asked, trace_in_forms
@@ -179,7 +179,7 @@ class _Describer:
         """
         split = self._options.split
         try:
-            trace = self._trace()
+            trace: Trace = trace_in_forms(self._trace_choices, self._units, self._forms)
         except (CheckpointingError, ManyOperatorsError):
             raise
         except DescriptionTimeoutError as error:
@@ -247,20 +247,13 @@ class _Describer:
             len(idle), idle[0].label, f" to {idle[-1].label}" if len(idle) > 1 else "", 100 * share, self._name,
         )  # fmt: skip
 
-    def _trace(self) -> Trace:
+    def _trace_choices(self, forms: BlockForms) -> Trace:
         """Trace the model with every option of its blocks; if it does not run so, trace it with fewer options."""
-        checkpointed = self._blocks if self._options.activation_checkpointing else None
+        self._forms = forms
         basic = TraceOptions(
-            run=self._options, checkpointed_blocks=checkpointed, samples=self._options.samples,
-            most_operators=self._most_operators, is_short=self._is_short,
+            run=self._options, checkpointed_blocks=self._blocks if self._options.activation_checkpointing else None,
+            samples=self._options.samples, most_operators=self._most_operators, is_short=self._is_short, forms=forms,
         )  # fmt: skip
-        trace: Trace
-        trace, self._forms = trace_in_forms(
-            lambda forms: self._trace_choices(replace(basic, forms=forms)), self._units, self._forms
-        )
-        return trace
-
-    def _trace_choices(self, basic: TraceOptions) -> Trace:
         problems: list[str] = []
         for recomputable, offloadable in self._choices():
             try:

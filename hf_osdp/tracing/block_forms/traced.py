@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import DescriptionError, DescriptionTimeoutError
 from ...modeling.units import class_of
-from ...planner.block_forms import AS_WRITTEN, BlockForms
+from ...planner.block_forms import BlockForms
 from ...planner.description import Recomputation, UnitDescription
 from ..cuda_kernels import CudaKernels
 from ..fused_graph import FusedGraph, FusedKernel, known_sizes
@@ -193,10 +193,8 @@ def forms_asked(run: ModelRun, classes: tuple[str, ...], model_name: str) -> Blo
     return BlockForms(compiled_classes=classes if run.compile else ())
 
 
-def trace_in_forms(
-    trace: Callable[[BlockForms], Any], units: Sequence[UnitDescription], forms: BlockForms
-) -> tuple[Any, BlockForms]:
-    """Trace a model with as many of its blocks compiled as possible; return the `Trace`, and which blocks they are."""
+def trace_in_forms(trace: Callable[[BlockForms], Any], units: Sequence[UnitDescription], forms: BlockForms) -> Any:  # noqa: ANN401  a `Trace`
+    """Trace a model with as many of its blocks compiled as possible; the last call of `trace` has them."""
     while True:
         try:
             found = trace(forms)
@@ -205,16 +203,16 @@ def trace_in_forms(
                 if forms.changes(unit.class_name) and (runs[index] > 1 or index in found.outside_reads):
                     reason = "it runs several times in a step, or its weights are read outside of it"
                     raise FormError(unit.class_name, reason)
-            return found, forms
-        except FormError as error:
-            _log.warning("%s These blocks run uncompiled.", error)
-            left = tuple(name for name in forms.compiled_classes if name != error.class_name)
-            forms = BlockForms(compiled_classes=left if forms.changes(error.class_name) else ())  # else the loss
+            return found
         except Exception as error:
             if not forms.changed_blocks or isinstance(error, DescriptionTimeoutError):
                 raise
-            _log.warning(
-                "The model cannot be traced with compiled blocks (%s); they run uncompiled.", type(error).__name__
-            )
-            _log.debug("The trace with compiled blocks failed.", exc_info=True)
-            forms = AS_WRITTEN
+            left: tuple[str, ...] = ()
+            if isinstance(error, FormError) and forms.changes(error.class_name):
+                _log.warning("%s These blocks run uncompiled.", error)
+                left = tuple(name for name in forms.compiled_classes if name != error.class_name)
+            else:
+                name = type(error).__name__
+                _log.warning("The model cannot be traced with compiled blocks (%s); they run uncompiled.", name)
+                _log.debug("The trace with compiled blocks failed.", exc_info=True)
+            forms = BlockForms(compiled_classes=left)
