@@ -33,7 +33,8 @@ from ..planner.search.search import SearchResult, search
 from ..planner.training_job import TrainingJob
 from ..quantities import format_bytes
 from ..sharding.apply import apply_plan
-from ..sharding.environment import host_parameters, mp_policy
+from ..sharding.environment import mp_policy
+from ..sharding.host import host_parameters
 from ..sharding.steps import make_optimizer, train_step
 from ..tracing.block_forms import forms_in_trace
 from ..tracing.cuda_kernels import CudaKernels

@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from ..modeling.wrapping import has_running_statistics
 from ..planner.affine import Affine
 from ..planner.block_forms import FORM_FIELDS, BlockForms
 from ..planner.description import DType, GatherSpan, ModelDescription, Segment, UnitDescription, shown_name
+from ..planner.placement import Activations
 from .attention import ASSUMED_CAPABILITY, AttentionCall, Kernel, capability_here, math_kernel_warning
 from .block_forms import FormError, forms_asked, trace_in_forms
 from .lengths import SHORTEST, extended
@@ -248,46 +249,47 @@ class _Describer:
         )  # fmt: skip
 
     def _trace_choices(self, forms: BlockForms) -> Trace:
-        """Trace the model with every option of its blocks; if it does not run so, trace it with fewer options."""
+        """Trace the model under every choice of its blocks; if it does not run so, under fewer."""
         self._forms = forms
-        basic = TraceOptions(
+        options = TraceOptions(
             run=self._options, checkpointed_blocks=self._blocks if self._options.activation_checkpointing else None,
             samples=self._options.samples, most_operators=self._most_operators, is_short=self._is_short, forms=forms,
+            blocks=self._plain_blocks(),
         )  # fmt: skip
-        problems: list[str] = []
-        for recomputable, offloadable in self._choices():
+        every, problem = self._choices(), ""
+        for choices in every:
             try:
-                options = replace(basic, recomputable=recomputable, offloadable=offloadable)
-                trace = trace_segments(self._model, self._units, self._inputs, options)
+                trace = trace_segments(self._model, self._units, self._inputs, replace(options, choices=choices))
+                break
             except Exception as error:  # with fewer options the model may run
-                if not (recomputable or offloadable) or isinstance(error, (DescriptionTimeoutError, FormError)):
+                if not choices or isinstance(error, (DescriptionTimeoutError, FormError)):
                     raise
-                _log.debug("Blocks cannot be traced as recomputed or offloaded.", exc_info=True)
-                problems.append(_reason(error))
-                continue
-            if problems:
-                ways = "offload" if recomputable else "recompute or offload"
-                _log.warning("The plan cannot %s blocks of %s: %s.", ways, self._name, problems[-1])
-            return trace
-        raise AssertionError
+                _log.debug("The trace failed.", exc_info=True)
+                problem = _reason(error)
+        if problem:
+            tried, able = ([text for one in some for text in one.describe()] for some in (every[0], choices))
+            lost = " or ".join(dict.fromkeys(text for text in tried if text not in able))
+            _log.warning("No block of %s can %s: %s.", self._name, lost, problem)
+        return trace
 
-    def _choices(self) -> list[tuple[frozenset[int], frozenset[int]]]:
-        """Return pairs of units to recompute and units to offload: first both, then only recomputation, then none.
-
-        These units are blocks, or the parts that blocks are split into: one module with submodules, which runs once.
-        """
-        none = frozenset[int]()
+    def _choices(self) -> list[Sequence[Activations]]:
+        """Return the choices of activations to trace: first all, then those on the device, then none."""
         if not self._options.recomputation or self._checkpointed:
-            return [(none, none)]
-        blocks = frozenset(
+            return [()]
+        has_host = self._options.device_type == "cuda" and not self._options.split.operators
+        return [*([Activations.BASIC[1:]] if has_host else []), Activations.BASIC[1:2], ()]
+
+    def _plain_blocks(self) -> frozenset[int]:
+        """Return blocks, or the parts that blocks are split into: units of one module with submodules, which runs
+        once.
+        """
+        return frozenset(
             index
             for index, unit in enumerate(self._units)
             if unit.span is GatherSpan.USE
             and unit.class_name in self._blocks
             and self._modules[unit.module_names[0]]._modules
         )
-        offloads = self._options.device_type == "cuda" and not self._options.split.operators
-        return list(dict.fromkeys([(blocks, blocks if offloads else none), (blocks, none), (none, none)]))
 
     def _units_with_spans(self, trace: Trace) -> tuple[UnitDescription, ...]:
         """Gather units for the whole step if they run several times, like ALBERT's layer, or are read while they do

@@ -18,16 +18,17 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from ..errors import DescriptionError
-from ..modeling.activation_offload import host_memory, offload, tensors_of
+from ..modeling.activations import change_forward, host_memory, tensors_of
 from ..modeling.batch import Inputs, loss_of, output_of, same_random_numbers, traceable
 from ..modeling.build import checkpoint_blocks
 from ..modeling.replaced import replaced
 from ..modeling.split.apply import untied_parts
 from ..modeling.units import canonical_name, modules_by_name, segment_modules
-from ..modeling.wrapping import cast_floating, recompute
+from ..modeling.wrapping import cast_floating
 from ..planner.affine import Affine
 from ..planner.block_forms import AS_WRITTEN, BlockForms
 from ..planner.description import GatherSpan, Recomputation, RecomputedSegment, Segment, UnitDescription
+from ..planner.placement import Activations
 from .attention import AttentionCall, Kernel
 from .block_forms import change_blocks, forms_in_trace, policies_of_form
 from .cuda_kernels import CudaKernels
@@ -45,7 +46,7 @@ from .segments import (
     linear_bytes,
     segments_of,
     with_first_sample,
-    with_offloaded,
+    with_sent,
 )
 
 _TRACED_EQUAL_BLOCKS = 2
@@ -61,16 +62,14 @@ class TraceOptions:
     run: DescribeOptions
     checkpointed_blocks: Sequence[str] | None = None
     """Classes whose activations are recomputed in backward, see `checkpoint_blocks`; None for none."""
-    recomputable: Collection[int] = ()
-    """Indices of units, of one module each, that are also traced with each policy to recompute them
-    (`Segment.recomputed`).
+    blocks: Collection[int] = ()
+    """Indices of units, of one module each, that are also traced under each of the `choices`."""
+    choices: Sequence[Activations] = ()
+    """Choices of activations beside `SAVE`: one that recomputes stands for each policy to recompute
+    (`Segment.recomputed`), one on the host comes after the same on the device (`Segment.own_saved_bytes`).
     """
     forms: BlockForms = AS_WRITTEN
     """The forms of the blocks; those that it changes are not traced as offloaded."""
-    offloadable: Collection[int] = ()
-    """Indices of units, of one module each, that are also traced as offloaded (`Segment.own_saved_bytes`),
-    recomputed or not.
-    """
     most_operators: float = math.inf
     """Operators that a unit may run in forward or backward, see `Recorder`."""
     is_short: bool = False
@@ -82,7 +81,7 @@ class TraceOptions:
     the line.
 
     A batch of one sample is no good point for a line: expanding a dimension of size 1 copies nothing, so torch runs
-    other code. Recomputed and offloaded blocks are traced at the last two.
+    other code. Other choices than `SAVE` are traced at the last two.
     """
 
 
@@ -125,24 +124,17 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
             raise
         samples = samples[-2:]  # batch norm of pooled features cannot train on a single sample
         records = tracer.run(samples)
-    # a second forward would change such buffers twice
-    recomputable, own = frozenset(options.recomputable) - tracer.changing, tracer.own_policies
-    options = replace(options, recomputable=recomputable, offloadable=frozenset(options.offloadable) - own.keys())
     fitted = functools.partial(segments_of, every_moment=options.is_short)
     first, plain = fitted(records, samples), fitted(records[-2:], samples[-2:])
     output_bytes = linear_bytes(tracer.output_bytes, samples)
 
-    def traced(recomputed: Mapping[int, Recomputation] = {}, offloaded: Collection[int] = ()) -> list[Segment]:
-        again = fitted(tracer.run(samples[-2:], recomputed, offloaded), samples[-2:])
+    def traced(choices: Mapping[int, Activations]) -> list[Segment]:
+        again = fitted(tracer.run(samples[-2:], choices), samples[-2:])
         if [segment.unit for segment in again] != [segment.unit for segment in plain]:
-            raise DescriptionError("The model runs other units when its blocks are recomputed or offloaded.")
+            raise DescriptionError("The model runs other units under other treatments of its activations.")
         return again
 
-    found = plain
-    if options.offloadable:
-        found = with_offloaded(found, traced(offloaded=options.offloadable), options.offloadable)
-    if options.recomputable:
-        found = _with_recomputed(found, traced, tracer, options)
+    found = _with_choices(plain, traced, tracer, options)
     return Trace(
         segments=tuple(
             with_first_sample(segment, single)
@@ -157,30 +149,52 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
     )
 
 
-def _with_recomputed(
-    plain: list[Segment],
-    traced: Callable[..., list[Segment]],
-    tracer: _Tracer,
+def _with_choices(
+    plain: list[Segment], traced: Callable[[Mapping[int, Activations]], list[Segment]], tracer: _Tracer,
     options: TraceOptions,
-) -> list[Segment]:
-    """Return the segments, each with the traced policies to recompute it that are worth their bytes."""
-    fully = dict.fromkeys(options.recomputable, Recomputation())
-    full = traced(fully)
-    logs = tracer.recomputed_calls
-    if options.offloadable:
-        full = with_offloaded(full, traced(fully, options.offloadable), options.offloadable)
+) -> list[Segment]:  # fmt: skip
+    """Return the segments under each choice of activations."""
+    found, fully, logs = {Activations.SAVE: plain}, dict[int, Activations](), dict[int, Sequence[LoggedCall]]()
+    for choice in options.choices:
+        choices = {unit: tracer.able(unit, choice) for unit in options.blocks}
+        if choice not in choices.values():
+            continue
+        segments = traced(choices)
+        if choice.kept in found:
+            found[choice.kept] = with_sent(found[choice.kept], segments)
+        else:
+            found[choice], fully, logs = segments, choices, tracer.recomputed_calls
+    plain, full = found[Activations.SAVE], found.get(Activations.RECOMPUTE)
+    fully = {unit: choice for unit, choice in fully.items() if choice.recomputes}
+    return plain if full is None else _with_recomputed(plain, full, fully, logs, tracer.own_policies, traced, options)
+
+
+def _with_recomputed(
+    plain: list[Segment], full: list[Segment], fully: Mapping[int, Activations],
+    logs: Mapping[int, Sequence[LoggedCall]], own: Mapping[int, tuple[Recomputation, ...]],
+    traced: Callable[[Mapping[int, Activations]], list[Segment]], options: TraceOptions,
+) -> list[Segment]:  # fmt: skip
+    """Return the segments, each with the traced policies to recompute it that are worth their bytes.
+
+    `full` are those of the fully recomputed units, `fully`, whose operators are in `logs`; `own` are policies of units
+    that recompute by themselves.
+    """
     device_type, samples = options.run.device_type, options.samples[-2]
     policies: dict[int, tuple[Recomputation, ...]] = {}
     for segment, recomputed in zip(plain, full, strict=True) if options.run.partial_recomputation else ():
-        if segment.unit in tracer.own_policies and segment.unit in fully:
-            policies[segment.unit] = tracer.own_policies[segment.unit]
+        if segment.unit in own and segment.unit in fully:
+            policies[segment.unit] = own[segment.unit]
         elif segment.unit in logs and segment.unit in fully:
             saved_bytes = segment.saved_bytes.bytes(samples) - recomputed.saved_bytes.bytes(samples)
             policies[segment.unit] = recomputations(logs[segment.unit], saved_bytes, device_type)[1:]
     traces = [full]
     for number in range(max(map(len, policies.values()), default=0)):
-        partially = {unit: policies[unit][min(number, len(policies[unit]) - 1)] for unit in policies if policies[unit]}
-        traces.append(traced(fully | partially))
+        partially = {
+            unit: Activations(recomputation=some[min(number, len(some) - 1)])
+            for unit, some in policies.items()
+            if some
+        }
+        traces.append(traced({**fully, **partially}))
     found = []
     for index, segment in enumerate(plain):
         if segment.unit not in fully:
@@ -214,7 +228,7 @@ def _forwards_restored(model: nn.Module) -> Iterator[None]:
 
 
 class _Tracer:
-    """Run a fake copy of a model, each time with other policies to recompute and offload its blocks."""
+    """Run a fake copy of a model, each time with other choices of its blocks' activations."""
 
     def __init__(
         self, model: nn.Module, units: Sequence[UnitDescription], inputs: Inputs, options: TraceOptions
@@ -263,14 +277,12 @@ class _Tracer:
         """Policies to recompute the blocks whose form recomputes by itself."""
         self.reads = OutsideReads(self._modules, units)
 
-    def run(
-        self, samples: Samples, recomputed: Mapping[int, Recomputation] = {}, offloaded: Collection[int] = ()
-    ) -> list[list[SegmentRecord]]:
-        """Return the segment records of each batch size."""
+    def run(self, samples: Samples, choices: Mapping[int, Activations] = {}) -> list[list[SegmentRecord]]:
+        """Return the segment records of each batch size, with these choices of units' activations."""
         self._logs, self._equal_to, self.output_bytes = {}, {}, []
         with _forwards_restored(self._fake), ExitStack() as stack:
             self._forms = stack.enter_context(forms_in_trace(self._mode, self._cuda))
-            self._transform_blocks(recomputed, offloaded)
+            self._transform_blocks(choices)
             stack.enter_context(host_memory(lambda like: None))
             stack.enter_context(self.reads)
             stack.enter_context(self._options.run.running(self._fake, self._model))
@@ -279,19 +291,21 @@ class _Tracer:
         _refuse_fake_gradients(self._model)
         return records
 
-    def _transform_blocks(self, recomputed: Mapping[int, Recomputation], offloaded: Collection[int]) -> None:
-        """Give the blocks their forms, and recompute and offload them."""
+    def able(self, unit: int, choice: Activations) -> Activations:
+        """Return the part of a choice that a unit can do: a second forward would change some buffers twice, and
+        blocks in another form are not offloaded.
+        """
+        again = replace(choice, recomputation=None) if unit in self.changing else choice
+        return again.kept if unit in self.own_policies else again
 
-        def block(index: int) -> nn.Module:
-            return self._modules[self._units[index].module_names[0]]
-
+    def _transform_blocks(self, choices: Mapping[int, Activations]) -> None:
+        """Give the blocks their forms, and treat their activations as chosen."""
         change_blocks(self._fake, self._options.forms)
-        for index, policy in recomputed.items():
-            if not policy.saved_calls and index not in self.own_policies:
-                block(index).forward = self._logged(index, block(index))
-            recompute(block(index), policy)
-        for index in offloaded:
-            offload(block(index))
+        for index, choice in choices.items():
+            block, policy = self._modules[self._units[index].module_names[0]], choice.recomputation
+            if index not in self.own_policies and policy is not None and not policy.saved_calls:
+                block.forward = self._logged(index, block)
+            change_forward(block, choice)
 
     @property
     def recomputed_calls(self) -> dict[int, Sequence[LoggedCall]]:

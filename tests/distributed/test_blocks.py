@@ -17,7 +17,8 @@ from hf_osdp import OptimalShardedDataParallel, OSDPConfig
 from hf_osdp.modeling import selective
 from hf_osdp.modeling.units import find_units
 from hf_osdp.modeling.wrapping import recompute
-from hf_osdp.planner.description import Activations, Recomputation
+from hf_osdp.planner.description import Recomputation
+from hf_osdp.planner.placement import Activations
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.tracing.block_forms.compiled import CompiledForward
 from tests.helpers.layouts import plan_of
