@@ -90,7 +90,7 @@ MODULES = {
     "compiled blocks": tuple(f"{folder}/block_forms" for folder in
                              ("planner", "tracing", "preparation", "integrations")),
     "offloading": ("planner/placement.py", "planner/cost/placement.py", "modeling/activations.py", "sharding/host.py",
-                   "integrations/plugin.py"),
+                   "integrations/plugin.py", "planner/optimizers.py"),
     **dict.fromkeys(("operators in slices", "loss in chunks"), ("modeling/split/", "planner/split.py")),
     **dict.fromkeys(("Muon", "8- and 4-bit optimizers"), ("sharding/optimizers/", "planner/optimizers.py")),
 }  # fmt: skip
