@@ -201,17 +201,17 @@ class BranchAndBound:
             self._solve(kept, node.patterns, node.bound)
         elif self._gap:
             self._leave(node.bound)
-        elif relaxed.optimal or self._is_slow(node.bound):
-            return
-        elif node.bound >= self._best * (1 - _CLOSE):
-            self._leave(node.bound)
-        else:
+        elif not relaxed.optimal:
             self._solve_cheaper(node._replace(kept=kept))
 
     def _solve_cheaper(self, node: _Node) -> None:
         """Solve a node once more over whole numbers, in another way: only for plans faster than the best, and without
-        presolving. What takes SCIP long in one way is often quick in another.
+        presolving. What takes SCIP long in one way is often quick in another. Leave a node that can gain next to
+        nothing.
         """
+        if node.bound >= self._best * (1 - _CLOSE):
+            self._leave(node.bound)
+            return
         program = self._program(node.kept, node.patterns, linear=True, cheaper=True)
         relaxed = self._relaxed(program, gap=MIN_GAIN, presolve=False)
         bound = node.bound if relaxed is None else max(node.bound, relaxed.bound)
