@@ -11,6 +11,7 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from ..errors import refuse_first
 from ..planner.plan import Plan
 from ..preparation.config import OSDPConfig, merged_config, stated_options
 from ..reading import read_json
@@ -140,19 +141,17 @@ def set_batch(args: TrainingArguments, plan: Plan) -> None:
 def refuse_unsupported(given: Mapping[str, Any]) -> None:
     """Refuse Trainer arguments, by name, that a plan made beforehand cannot account for."""
     args: TrainingArguments | None = given.get("args")
-    if given.get("model") is None:
-        raise ValueError("OSDP plans for one model when the Trainer is made; pass model=... instead of model_init.")
-    if args is None:
-        return
-    if args.deepspeed:
-        raise ValueError("deepspeed and OSDP both decide how the model is sharded; leave one of them out.")
-    if (
-        full := next((name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(args, name)), None)
-    ) and args.world_size > 1:
-        raise ValueError(
-            f"{full}=True converts the weights for evaluation, which FSDP2's shards do not allow; leave it out:"
-            f" {full.partition('_')[0]}=True computes evaluations in that precision too."
-        )
+    evaluates = [name for name in ("bf16_full_eval", "fp16_full_eval") if args is not None and getattr(args, name)]
+    full = next(iter(evaluates), "")
+    refuse_first({
+        "OSDP plans for one model when the Trainer is made; pass model=... instead of model_init.":
+            given.get("model") is None,
+        "deepspeed and OSDP both decide how the model is sharded; leave one of them out.":
+            args is not None and args.deepspeed,
+        f"{full}=True converts the weights for evaluation, which FSDP2's shards do not allow; leave it out:"
+        f" {full.partition('_')[0]}=True computes evaluations in that precision too.":
+            args is not None and full and args.world_size > 1,
+    })  # fmt: skip
 
 
 def copy_changes(own: TrainingArguments, given: TrainingArguments, before: dict[str, Any]) -> None:

@@ -343,16 +343,15 @@ class ModelDescription(BlockForms):
     """Whether the model or its script recomputes blocks, and not the plan."""
 
     def __post_init__(self) -> None:
-        if self.sequence_length < 1:
-            raise ValueError(f"sequence_length={self.sequence_length} must be at least 1.")
-        counts = Counter(unit.fqn for unit in self.units)
-        if twice := [shown_name(fqn) for fqn, count in counts.items() if count > 1]:
-            raise ValueError(f"Unit {twice[0]!r} is listed twice.")
-        for segment in self.segments:  # a damaged file may have other indices
-            if not 0 <= segment.unit < len(self.units):
-                raise ValueError(
-                    f"A segment belongs to unit {segment.unit}, but the model has {len(self.units)} units."
-                )
+        counts, units = Counter(unit.fqn for unit in self.units), range(len(self.units))
+        twice = next((shown_name(fqn) for fqn, count in counts.items() if count > 1), None)
+        unknown = next((segment.unit for segment in self.segments if segment.unit not in units), None)
+        refuse_first({
+            f"sequence_length={self.sequence_length} must be at least 1.": self.sequence_length < 1,
+            f"Unit {twice!r} is listed twice.": twice is not None,
+            f"A segment belongs to unit {unknown}, but the model has {len(units)} units.":
+                unknown is not None,  # a damaged file may have other indices
+        })  # fmt: skip
 
     @property
     def numel(self) -> int:

@@ -105,12 +105,11 @@ class StateFormat:
     """Whether the last block of a shard may be shorter."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.bytes_per_element <= 16:
-            raise ValueError(
-                f"StateFormat.bytes_per_element={self.bytes_per_element} must lie above 0, and at most at 16."
-            )
-        if self.block_size < 1:
-            raise ValueError(f"StateFormat.block_size={self.block_size} must be at least 1.")
+        refuse_first({
+            f"StateFormat.bytes_per_element={self.bytes_per_element} must lie above 0, and at most at 16.":
+                not 0 < self.bytes_per_element <= 16,
+            f"StateFormat.block_size={self.block_size} must be at least 1.": self.block_size < 1,
+        })  # fmt: skip
 
     def nbytes(self, elements: int, dtype: DType) -> int:
         """Return the bytes of a state of a shard with these elements of a parameter with this dtype."""
