@@ -19,7 +19,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from ..checkpoint.writer import on_every_rank
 from ..distributed.said_once import say_uncaught_once
 from ..distributed.stop import StopSignal
-from ..measurement.step_meter import StepMeter
+from ..measurement.step_meter import StepMeter, training_tensors
 from ..modeling.replaced import replaced
 from ..modeling.wrapping import without_wrappers
 from ..preparation.config import OSDPConfig
@@ -129,7 +129,11 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
             super()._move_model_to_device(self.model, args.device)
         if (factor := rule.factor(self._run.plan)) != 1:
             scale_loss(self, factor)
-        self._meter = StepMeter(args.device, compiled=bool(self._run.plan.compiled_classes))
+        self._meter = StepMeter(
+            args.device,
+            lambda: training_tensors(self.model, self.optimizer),
+            compiled=bool(self._run.plan.compiled_classes),
+        )
         self._stop = StopSignal()
         stopping = StopCallback(self._stop) if self._osdp.save_on_sigterm else None
         self.callback_handler.call_event = _Events(self.callback_handler.call_event, self._meter, stopping)  # type: ignore[method-assign]
