@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import update_wrapper
 from typing import Any, NamedTuple, cast
@@ -17,6 +17,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+
+from .replaced import setting
 
 
 class OwnTensors:
@@ -213,16 +215,11 @@ _HOST_MEMORY: ContextVar[Callable[[torch.Tensor], torch.Tensor | None]] = Contex
 )
 
 
-@contextmanager
-def host_memory(allocate: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
+def host_memory(allocate: Callable[[torch.Tensor], torch.Tensor | None]) -> AbstractContextManager[None]:
     """Allocate host memory for flat device tensors with `allocate` inside the context; if it returns None, nothing
     is copied.
     """
-    token = _HOST_MEMORY.set(allocate)
-    try:
-        yield
-    finally:
-        _HOST_MEMORY.reset(token)
+    return setting(_HOST_MEMORY, allocate)
 
 
 def host_tensor(like: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import update_wrapper
 from typing import Any
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ..planner.description import Recomputation
+from .replaced import setting
 from .selective import selective_contexts
 
 _MOST_VARIANTS = 64
@@ -98,14 +99,9 @@ def without_wrappers(model: nn.Module) -> tuple[nn.Module, bool]:
     return unwrapped, bool(wrappers)
 
 
-@contextmanager
-def compiled_by(compiler: Compiler) -> Iterator[None]:
+def compiled_by(compiler: Compiler) -> AbstractContextManager[None]:
     """Make `compile_forward` use another compiler inside the context, for example in a simulation."""
-    token = _COMPILER.set(compiler)
-    try:
-        yield
-    finally:
-        _COMPILER.reset(token)
+    return setting(_COMPILER, compiler)
 
 
 def is_compiled(module: nn.Module) -> bool:

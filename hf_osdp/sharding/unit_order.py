@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..distributed.fsdp_internals import FSDPParam, TrainingState, UnitGroup, parameter_groups, whole_parameter
+from ..modeling.replaced import setting
 from .unit_agreement import Agreement, Kind
 from .unit_sequences import GATHER, REDUCE, REDUCE_REST, Expected, merged, operation, unit_of
 
@@ -33,16 +34,11 @@ _LATER = 2
 _generates = ContextVar("generates", default=False)
 
 
-@contextmanager
-def generating() -> Iterator[None]:
+def generating() -> AbstractContextManager[None]:
     """Let calls of a model's parts belong to its next whole call: `generate` encodes pictures first, on ranks that
     have any.
     """
-    token = _generates.set(True)
-    try:
-        yield
-    finally:
-        _generates.reset(token)
+    return setting(_generates, True)
 
 
 @dataclass(slots=True, kw_only=True)
