@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..errors import OSDPError
+from ..errors import OSDPError, one_line
 from .launcher import launched_rank, launched_world_size
 from .process_group import is_told_line, tell_line
 
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 def say_once(error: BaseException, name: str = "error") -> None:
     """Print an error in one line on stderr, on rank 0; on another rank only if rank 0 does not print the same."""
-    line = f"{name}: {' '.join(str(error).split())}"
+    line = f"{name}: {one_line(error)}"
     _log.debug("%s", line, exc_info=error)
     if launched_rank() == 0:
         print(line, file=sys.stderr, flush=True)

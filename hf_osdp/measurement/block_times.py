@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ..distributed.process_group import all_gather_objects
-from ..errors import ProfileError
+from ..errors import ProfileError, first_line
 from ..modeling.batch import loss_of, output_of, random_states_kept, same_random_numbers
 from ..modeling.build import build_on_meta, checkpoint_blocks, disable_cache
 from ..modeling.replaced import replaced
@@ -179,8 +179,7 @@ def _agreed(attempt: Callable[[], T]) -> T:
     except ProfileError as error:
         reason = str(error)
     except Exception as error:  # a model may raise anything
-        text = (str(error).splitlines() or [""])[0].rstrip(".")
-        reason = f"A copy of the model does not run: {type(error).__name__}: {text}."
+        reason = f"A copy of the model does not run: {first_line(error)}."
     if reason := next(filter(None, all_gather_objects(reason)), ""):
         raise ProfileError(reason)
     return result  # type: ignore[return-value]
