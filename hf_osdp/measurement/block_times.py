@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -26,7 +27,7 @@ from ..planner.profile import COPIES, SegmentTimes, SegmentWork, TimePoint
 from ..tracing.describe import describe
 from ..tracing.options import ModelRun
 from ..tracing.pictures import UsualBatch
-from .model_copies import give_back, materialised, shortened
+from .model_copies import materialised, shortened
 from .stopwatch import ROOT, Sections, Stopwatch
 from .timing import cores_are_shared, over_ranks, rounds, trimmed_mean
 
@@ -78,7 +79,7 @@ def measure_block_times(
             part, passes = _measure_passes(timed, whole, description, device, seconds, at_start, shared)
     finally:
         if device.type == "cuda":
-            give_back(device)
+            clear_device_cache(garbage_collection=True)  # modules and hooks of the copy refer to each other
     return _segment_times(part, {size: _of_slowest_rank(one, cores_shared=shared) for size, one in passes.items()})
 
 
