@@ -49,8 +49,8 @@ def group_sizes(world: int, local: int, *, every: bool = False) -> tuple[list[in
 
     These are all divisors of up to 8 ranks, or of any number if `every`. Else they are the world, a node of `local`
     ranks, and the ranks at one position in all nodes, from which links and other sizes follow
-    (`planner/cost/collectives.py`): each group needs a barrier of all ranks in the store and a communicator, so the 250
-    groups of 128 ranks would delay each start.
+    (`planner/cost/collectives.py`): each group needs a barrier of all ranks in the store and a communicator, so
+    the 250 groups of 128 ranks would delay each start.
     """
     shards = replicas = divisors(world)
     if world > _MAX_RANKS_FOR_ALL_SIZES and not every:

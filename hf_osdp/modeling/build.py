@@ -4,8 +4,7 @@ checkpointing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import CheckpointingError, DescriptionError, first_line
-from .replaced import replaced
 from .units import class_of
 
 _SEQ_TO_SEQ = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
@@ -102,16 +100,6 @@ def disable_cache(model: nn.Module) -> bool:
     for config in switched:
         config.use_cache = False
     return bool(switched)
-
-
-@contextmanager
-def without_checkpointing(model: nn.Module) -> Iterator[None]:
-    """Make a model's blocks save their activations inside the context, as without checkpointing."""
-    switched = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
-    with ExitStack() as stack:
-        for module in switched:
-            stack.enter_context(replaced(module, gradient_checkpointing=False))
-        yield
 
 
 def is_checkpointed(model: nn.Module) -> bool:

@@ -15,9 +15,8 @@ from ..distributed.consensus import on_rank_zero, require_same_run
 from ..distributed.device import own_gpu
 from ..distributed.mesh import Meshes, find_topology, rank
 from ..distributed.said_once import say_while_planning
-from ..errors import InfeasibleError, OSDPError, PlanError, refuse_first
+from ..errors import InfeasibleError, PlanError, refuse_first
 from ..modeling.batch import check_inputs
-from ..modeling.build import without_checkpointing
 from ..modeling.quantized import pack
 from ..modeling.split.candidates import split_units
 from ..planner.description import Activations, ModelDescription, UnitDescription
@@ -25,7 +24,7 @@ from ..planner.hardware import Hardware
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem
 from ..planner.search.compare import StrategyResult
-from ..planner.search.search import SearchResult, search
+from ..planner.search.search import SearchResult
 from ..planner.training_job import OptimizerSpec
 from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
@@ -33,7 +32,7 @@ from ..sharding.environment import uses_host
 from ..tracing.pictures import UsualBatch
 from .compilation import Compilation, weigh
 from .config import OSDPConfig
-from .find_plan import Describer, FoundPlan, find_plan, plan_from_rank_zero
+from .find_plan import Describer, find_plan, plan_from_rank_zero
 from .job import Job
 from .preflight import Finding, check_model, findings_of, looked_up, memory_now, merged_findings, slow_link
 from .probe import Trial, probe
@@ -58,10 +57,6 @@ class PlannedRun:
     """Other strategies at their own best batch sizes; on rank 0 only, and None unless requested."""
     planning_s: float = 0.0
     """Seconds for describing, measuring, searching and trying."""
-    open_step_s: float | None = None
-    """Estimated seconds of a step if the planner decided about recomputation; None if it does, or without an
-    estimate.
-    """
     compilation: Compilation | None = None
     """Estimated gain of compiled blocks, if requested; None if it was not or cannot be estimated."""
     rounds: tuple[Round, ...] = ()
@@ -143,27 +138,7 @@ def _searched(model: nn.Module, job: Job) -> PlannedRun:
     if rank() != 0:
         return run
     comparison = tuple(found.compared()) if config.compare else None
-    return replace(
-        run,
-        search=estimated(problem, plan),
-        comparison=comparison,
-        open_step_s=None if rounds else _open_step_s(found),
-    )
-
-
-def _open_step_s(found: FoundPlan) -> float | None:
-    """Return the estimated seconds of a step if the planner decided what is recomputed; None if it does, or without
-    an estimate.
-    """
-    job = found.builder.job
-    if not (job.trains and found.problem.description.recomputed_by_others):
-        return None
-    try:
-        with without_checkpointing(found.builder.model):
-            builder = found.builder.for_job(replace(job.asking(recompute=None), activation_checkpointing=False))
-            return search(replace(builder.build(), memory_limit_bytes=found.problem.memory_limit_bytes)).time.step_s
-    except (OSDPError, ValueError):  # the estimate is only advice
-        return None
+    return replace(run, search=estimated(problem, plan), comparison=comparison)
 
 
 def _trial(model: nn.Module, job: Job, problem: PlanningProblem) -> Trial:
