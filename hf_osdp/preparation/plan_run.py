@@ -34,7 +34,7 @@ from .compilation import Compilation, weigh
 from .config import OSDPConfig
 from .find_plan import Describer, find_plan, plan_from_rank_zero
 from .job import Job
-from .preflight import Finding, check_model, findings_of, looked_up, memory_now, merged_findings, slow_link
+from .preflight import Finding, check_model, device_memory, findings_of, memory_now, merged_findings
 from .probe import Trial, probe
 from .recalibrate import Round, estimated, recalibrate
 
@@ -251,8 +251,7 @@ def check_given_plan(plan: Plan, config: OSDPConfig, peak_bytes: int | None = No
 
 def _findings(run: PlannedRun, job: Job, model: nn.Module) -> tuple[Finding, ...]:
     """Return the findings of all ranks; raise PreflightError if one is an error. Collective."""
-    plan, hardware = run.plan, run.hardware
-    here, found = looked_up(job.device_type, hardware, model), []
+    plan, hardware, found = run.plan, run.hardware, None
     classes = None if plan.split.operators else tuple(dict.fromkeys(unit.class_name for unit in run.units))
     if run.inputs is not None:
         classes = run.inputs.description.block_classes
@@ -260,7 +259,5 @@ def _findings(run: PlannedRun, job: Job, model: nn.Module) -> tuple[Finding, ...
             needed_bytes = plan.peak_bytes - hardware.outside_bytes(plan.communicators)
         else:
             needed_bytes = run.inputs.estimate(plan).memory.peak_bytes
-        found.append(memory_now(here.memory, needed_bytes, plan.communicators))
-    if run.search is not None and job.config.strategy != "osdp":  # else no other is faster
-        found.append(slow_link(plan, hardware, run.search.time, run.comparison or ()))
-    return merged_findings([*findings_of(job, run.units, classes, hardware, here), *found])
+        found = memory_now(device_memory(job.device_type, model), needed_bytes, plan.communicators)
+    return merged_findings([*findings_of(job, run.units, classes, hardware), found])
