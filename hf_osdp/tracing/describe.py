@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -251,70 +251,56 @@ class _Describer:
         )  # fmt: skip
 
     def _trace(self) -> Trace:
-        """Trace the model with every option of its blocks; if it does not run so, trace it with fewer options."""
-        checkpointed = self._blocks if self._options.activation_checkpointing else None
-        basic = TraceOptions(
-            run=self._options, checkpointed_blocks=checkpointed, samples=self._options.samples,
-            most_operators=self._most_operators, is_short=self._is_short,
-        )  # fmt: skip
+        """Trace the model with every option of its blocks; if it does not run so, with fewer: without offloading, then
+        without recomputation, at last without compilation.
+        """
+        choices, problem = self._choices(), ""
         while True:
-            try:
-                return self._trace_choices(basic)
-            except Exception as error:
-                if not self._compiled or isinstance(error, DescriptionTimeoutError):
-                    raise
-                _log.warning(
-                    "The model cannot be traced with compiled blocks (%s); they run uncompiled.", type(error).__name__
-                )
-                _log.debug("The trace with compiled blocks failed.", exc_info=True)
-                self._compiled = ()
-
-    def _trace_choices(self, basic: TraceOptions) -> Trace:
-        problems: list[str] = []
-        for recomputable, offloadable in self._choices():
-            try:
-                trace = self._trace_compiled(replace(basic, recomputable=recomputable, offloadable=offloadable))
-            except Exception as error:  # with fewer options the model may run
-                if not (recomputable or offloadable) or isinstance(error, DescriptionTimeoutError):
-                    raise
-                _log.debug("Blocks cannot be traced as recomputed or offloaded.", exc_info=True)
-                problems.append(first_line(error))
-                continue
-            if problems:
-                ways = "offload" if recomputable else "recompute or offload"
-                _log.warning("The plan cannot %s blocks of %s: %s.", ways, self._name, problems[-1])
-            return trace
-        raise AssertionError
-
-    def _trace_compiled(self, options: TraceOptions) -> Trace:
-        """Trace the model with as many of its blocks compiled as possible."""
-        while True:
-            blocks = [
-                (i, unit)
+            recomputable, offloadable = choices[0]
+            compiled = frozenset(
+                i
                 for i, unit in enumerate(self._units)
-                if unit.span is GatherSpan.USE and len(unit.module_names) == 1
-            ]
-            compiled = frozenset(i for i, unit in blocks if unit.class_name in self._compiled)
-            tried = replace(options, compiled=compiled, offloadable=frozenset(options.offloadable) - compiled)
+                if unit.span is GatherSpan.USE and len(unit.module_names) == 1 and unit.class_name in self._compiled
+            )
+            options = TraceOptions(
+                run=self._options, samples=self._options.samples, most_operators=self._most_operators,
+                checkpointed_blocks=self._blocks if self._options.activation_checkpointing else None,
+                recomputable=recomputable, compiled=compiled, offloadable=offloadable - compiled,
+                is_short=self._is_short,
+            )  # fmt: skip
             try:
-                trace = trace_segments(self._model, self._units, self._inputs, tried)
-            except NotCompiledError as error:
-                if error.class_name not in self._compiled:  # the loss
+                trace = trace_segments(self._model, self._units, self._inputs, options)
+                self._refuse_compiled(trace, compiled)
+            except DescriptionTimeoutError:
+                raise
+            except Exception as error:  # with fewer options the model may run
+                _log.debug("The trace failed.", exc_info=True)
+                if isinstance(error, NotCompiledError) and error.class_name in self._compiled:  # else it is the loss
+                    _log.warning("%s These blocks run uncompiled.", error)
+                    self._compiled = tuple(name for name in self._compiled if name != error.class_name)
+                elif len(choices) > 1:
+                    choices, problem = choices[1:], first_line(error)
+                elif self._compiled:
+                    _log.warning(
+                        "The model cannot be traced with compiled blocks (%s); they run uncompiled.",
+                        type(error).__name__,
+                    )
+                    self._compiled, choices, problem = (), self._choices(), ""
+                else:
                     raise
-                self._leave_uncompiled(error)
                 continue
-            runs = Counter(segment.unit for segment in trace.segments)
-            not_a_block = next(
-                (i for i in compiled if runs[i] > 1 or i in trace.outside_reads), None
-            )  # see `_units_with_spans`
-            if not_a_block is None:
-                return trace
-            reason = "it runs several times in a step, or its weights are read outside of it"
-            self._leave_uncompiled(NotCompiledError(self._units[not_a_block].class_name, reason))
+            if problem:
+                ways = "offload" if recomputable else "recompute or offload"
+                _log.warning("The plan cannot %s blocks of %s: %s.", ways, self._name, problem)
+            return trace
 
-    def _leave_uncompiled(self, error: NotCompiledError) -> None:
-        _log.warning("%s These blocks run uncompiled.", error)
-        self._compiled = tuple(name for name in self._compiled if name != error.class_name)
+    def _refuse_compiled(self, trace: Trace, compiled: Collection[int]) -> None:
+        """Raise NotCompiledError for a compiled unit that is no block, see `_units_with_spans`."""
+        runs = Counter(segment.unit for segment in trace.segments)
+        for index in compiled:
+            if runs[index] > 1 or index in trace.outside_reads:
+                reason = "it runs several times in a step, or its weights are read outside of it"
+                raise NotCompiledError(self._units[index].class_name, reason)
 
     def _choices(self) -> list[tuple[frozenset[int], frozenset[int]]]:
         """Return pairs of units to recompute and units to offload: first both, then only recomputation, then none.
