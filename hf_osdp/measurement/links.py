@@ -52,7 +52,7 @@ def group_sizes(world: int, local: int, *, every: bool = False) -> tuple[list[in
     (`planner/cost/collectives.py`): each group needs a barrier of all ranks in the store and a communicator, so
     the 250 groups of 128 ranks would delay each start.
     """
-    shards = replicas = divisors(world)
+    shards = replicas = [*divisors(world)]
     if world > _MAX_RANKS_FOR_ALL_SIZES and not every:
         shards, replicas = [local, world], [world // local, world]
     return [size for size in sorted(set(shards)) if size > 1], [size for size in sorted(set(replicas)) if size > 1]

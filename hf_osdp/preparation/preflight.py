@@ -318,7 +318,7 @@ def findings_of(
         whole_in_one_unit(units),
         None if classes is None else unused_block_classes(job.config.block_classes, classes),
         no_masters(units, job.precision),
-        fp16_for_bf16(job.precision, bf16_on(hardware and hardware.device, job.device_type)),
+        fp16_for_bf16(job.precision, bf16_on(None if hardware is None else hardware.device, job.device_type)),
         frozen(units, in_optimizer=job.frozen_in_optimizer),
         fixed_segments(hardware) if fixed and hardware is not None else None,
         None if job.folder is None else not_writable(job.folder) or too_small(job.folder, units, job.optimizer),
