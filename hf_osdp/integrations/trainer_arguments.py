@@ -15,11 +15,9 @@ from ..planner.plan import Plan
 from ..preparation.config import OSDPConfig, merged_config, stated_options
 from ..reading import read_json
 from .launch import launch_request
-from .plugin import refuse_decided, with_block_classes
+from .plugin import TAKEN, refuse_decided, with_block_classes
 
 _log = logging.getLogger(__name__)
-_PLUGIN_OPTIONS = ("cpu_offload", "cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing")
-"""Entries of `TrainingArguments.fsdp_config` that go to the plugin; the plan decides the rest."""
 _ADDED_BY_TRANSFORMERS = ("min_num_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
 """Entries that transformers itself adds to `fsdp_config` with a value that turns them off."""
 
@@ -83,7 +81,7 @@ def _refuse_ignored(fsdp_config: Mapping[str, Any]) -> None:
         if name not in _ADDED_BY_TRANSFORMERS or value not in (0, None)
     }
     refuse_decided(set_here)
-    known = ("osdp", "version", "transformer_layer_cls_to_wrap", "auto_wrap_policy", *_PLUGIN_OPTIONS)
+    known = ("osdp", "version", "transformer_layer_cls_to_wrap", "auto_wrap_policy", *TAKEN)
     for name, value in set_here.items():
         if name not in known and value is not None:
             raise ValueError(
@@ -95,7 +93,7 @@ def _refuse_ignored(fsdp_config: Mapping[str, Any]) -> None:
 
 def plugin_options(args: TrainingArguments) -> dict[str, Any]:
     stated = {**(args.fsdp_plugin_args or {}), **({} if args.fsdp else _fsdp_config(args))}
-    return {name: stated[name] for name in _PLUGIN_OPTIONS if name in stated}
+    return {name: stated[name] for name in TAKEN if name in stated}
 
 
 def copied_arguments(args: TrainingArguments) -> TrainingArguments:

@@ -4,7 +4,6 @@ the plan.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import asdict, replace
 from functools import partial
 from graphlib import TopologicalSorter
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from ..distributed.collectives import Stages, plain_transport, unit_collectives
@@ -21,16 +20,18 @@ from ..distributed.fsdp_internals import AllGather, ReduceScatter, UnitGroup, ow
 from ..distributed.mesh import SHARD_AXIS, Meshes, collective_device, world_size
 from ..distributed.wire import encode_replicas, transports, wires_of
 from ..errors import OSDPError, PlanError, PlanMismatchError
-from ..modeling.activation_offload import is_offloaded, offload
+from ..modeling.activations import activations_of, change_forward
 from ..modeling.quantized import pack, view_in
 from ..modeling.split.apply import apply_split, losses_of
 from ..modeling.units import modules_by_name, named_parameters
-from ..modeling.wrapping import compile_forward, has_running_statistics, is_compiled, recomputation_of, recompute
+from ..modeling.wrapping import compile_forward, has_running_statistics, is_compiled
 from ..planner.decision import UnitDecision
-from ..planner.description import Activations, DType, GatherSpan, ModelDescription, UnitDescription, shard_dim
+from ..planner.description import DType, GatherSpan, ModelDescription, UnitDescription, shard_dim
+from ..planner.placement import NOT_IN_MODEL, Activations
 from ..planner.plan import Plan
 from .environment import form_process_group, uses_host
 from .gradients import clip_across_meshes
+from .host import memory_of, place_of
 from .sharded_class import keep_class, mark_managed, save_whole
 from .state import broadcast_parameters
 from .weight_reads import WeightReads
@@ -83,7 +84,9 @@ def apply_plan(
     apply_split(model, plan.split)
     plan.check(_as_description(model, units), world_size())
     found = _find_units(model, plan, units)
-    _change_forwards(found, plan.compiled_classes)
+    for unit in found:
+        compiles = unit.description.class_name in plan.compiled_classes and unit.description.span is GatherSpan.USE
+        change_forward(unit.modules[0], unit.decision.activations, compiled=compiles)
     for loss in losses_of(model) if plan.compiled_classes else ():
         compile_forward(loss)
     if not needs_process_group(plan, mp_policy):
@@ -101,8 +104,8 @@ def apply_plan(
     ignored = set(scalars)
     if single_process:  # parameters that are not on the host stay plain
         named = named_parameters(model)
-        ignored |= {named[p.name] for unit in units if not plan.decision(unit.fqn).on_host for p in unit.parameters}
-    managed = [unit for unit in found if unit.decision.on_host or not single_process]
+        ignored |= {named[p.name] for unit in units if not plan.decision(unit.fqn).away for p in unit.parameters}
+    managed = [unit for unit in found if unit.decision.away or not single_process]
     # Copies that overlap computation need page-locked memory; on the CPU FSDP2 fails with it.
     pin_memory = meshes.device_type != "cpu" if pin_memory is None else pin_memory
     refuse_hooks(model)
@@ -125,17 +128,6 @@ def refuse_hooks(model: nn.Module) -> None:
             )
 
 
-def _change_forwards(units: list[_Unit], compiled_classes: Collection[str]) -> None:
-    for unit in units:
-        recomputation = unit.decision.activations.recomputation
-        if unit.description.class_name in compiled_classes and unit.description.span is GatherSpan.USE:
-            compile_forward(unit.modules[0], recomputation)
-        elif recomputation is not None:
-            recompute(unit.modules[0], recomputation)
-        if unit.decision.activations.offloads:
-            offload(unit.modules[0])
-
-
 def _shard_units(
     model: nn.Module,
     units: list[_Unit],
@@ -153,7 +145,7 @@ def _shard_units(
             shard_placement_fn=partial(placement, unit.decision.shard_size),
             mesh=meshes.mesh(unit.decision.shard_size),
             reshard_after_forward=unit.decision.reshard_after_forward,
-            offload_policy=CPUOffloadPolicy(pin_memory=pin_memory) if unit.decision.on_host else OffloadPolicy(),
+            **memory_of(unit.decision, pin_memory=pin_memory),
             mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False) if unit.description.keeps_dtype else policy,
             ignored_params=ignored,
         )
@@ -234,7 +226,7 @@ def _find_units(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]
             )
         if activations != Activations.SAVE and (unit.span is not GatherSpan.USE or len(unit.module_names) > 1):
             raise PlanError(
-                f"Unit {unit.label!r} is not a block, but the plan recomputes or offloads its activations; plan again."
+                f"Unit {unit.label!r} is not a block, but the plan says {activations.describe()[0]}; plan again."
             )
         if activations.recomputes and has_running_statistics(by_name[unit.module_names[0]]):
             raise PlanError(
@@ -307,7 +299,7 @@ def _read_unit(unit: UnitDescription, module: nn.Module, named: dict[tuple[int, 
     world, expected, groups = world_size(), _managed_names(unit), parameter_groups(module)
     if not expected:
         return UnitDecision(fqn=unit.fqn, shard_size=world, reshard_after_forward=False)
-    activations = Activations(recomputation=recomputation_of(module), offloads=is_offloaded(module))
+    activations = activations_of(module)
     if world == 1 and not groups:  # plain parameters, see `apply_plan`
         return UnitDecision(fqn=unit.fqn, shard_size=1, reshard_after_forward=False, activations=activations)
     if len(groups) != 1:
@@ -329,7 +321,7 @@ def _read_unit(unit: UnitDescription, module: nn.Module, named: dict[tuple[int, 
         reshard_after_forward=group.post_forward_mesh_info is not None,
         **_read_collectives(group),
         activations=activations,
-        on_host=isinstance(group.offload_policy, CPUOffloadPolicy),
+        **place_of(group)._asdict(),
     )
 
 
@@ -337,8 +329,8 @@ def _visible(planned: UnitDecision, module: nn.Module) -> UnitDecision:
     """Return the part of a decision that `read_back` can see: nothing about micro-steps, the optimizer, or freeing
     a plain unit.
     """
-    shown = replace(planned, reduce_every_micro_step=True, states_on_host=False)
-    plain = world_size() == 1 and not planned.on_host and not parameter_groups(module)
+    shown = replace(planned, reduce_every_micro_step=True, **NOT_IN_MODEL)
+    plain = world_size() == 1 and not planned.away and not parameter_groups(module)
     return replace(shown, reshard_after_forward=False) if plain else shown
 
 

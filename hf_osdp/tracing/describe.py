@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from ..modeling.units import class_of, dtype_of, embedding_and_head, find_units,
 from ..modeling.wrapping import has_running_statistics
 from ..planner.affine import Affine
 from ..planner.description import DType, GatherSpan, ModelDescription, Segment, UnitDescription, shown_name
+from ..planner.placement import Activations
 from .attention import ASSUMED_CAPABILITY, AttentionCall, Kernel, capability_here, math_kernel_warning
 from .compiled import NotCompiledError
 from .lengths import SHORTEST, extended
@@ -251,12 +252,12 @@ class _Describer:
         )  # fmt: skip
 
     def _trace(self) -> Trace:
-        """Trace the model with every option of its blocks; if it does not run so, with fewer: without offloading, then
-        without recomputation, at last without compilation.
+        """Trace the model under every choice of its blocks; if it does not run so, under fewer, and then without
+        compiled blocks.
         """
-        choices, problem = self._choices(), ""
+        every, problem = self._choices(), ""
+        left = list(every)
         while True:
-            recomputable, offloadable = choices[0]
             compiled = frozenset(
                 i
                 for i, unit in enumerate(self._units)
@@ -265,12 +266,12 @@ class _Describer:
             options = TraceOptions(
                 run=self._options, samples=self._options.samples, most_operators=self._most_operators,
                 checkpointed_blocks=self._blocks if self._options.activation_checkpointing else None,
-                recomputable=recomputable, compiled=compiled, offloadable=offloadable - compiled,
-                is_short=self._is_short,
+                blocks=self._plain_blocks(), choices=left[0], compiled=compiled, is_short=self._is_short,
             )  # fmt: skip
             try:
                 trace = trace_segments(self._model, self._units, self._inputs, options)
                 self._refuse_compiled(trace, compiled)
+                break
             except DescriptionTimeoutError:
                 raise
             except Exception as error:  # with fewer options the model may run
@@ -278,21 +279,19 @@ class _Describer:
                 if isinstance(error, NotCompiledError) and error.class_name in self._compiled:  # else it is the loss
                     _log.warning("%s These blocks run uncompiled.", error)
                     self._compiled = tuple(name for name in self._compiled if name != error.class_name)
-                elif len(choices) > 1:
-                    choices, problem = choices[1:], first_line(error)
-                elif self._compiled:
-                    _log.warning(
-                        "The model cannot be traced with compiled blocks (%s); they run uncompiled.",
-                        type(error).__name__,
-                    )
-                    self._compiled, choices, problem = (), self._choices(), ""
-                else:
+                    continue
+                if not (left[0] or self._compiled):
                     raise
-                continue
-            if problem:
-                ways = "offload" if recomputable else "recompute or offload"
-                _log.warning("The plan cannot %s blocks of %s: %s.", ways, self._name, problem)
-            return trace
+                problem = first_line(error)
+                if not left.pop(0):
+                    kind = type(error).__name__
+                    _log.warning("The model cannot be traced with compiled blocks (%s); they run uncompiled.", kind)
+                    self._compiled, left, problem = (), list(every), ""
+        if problem:
+            tried, able = ([text for one in some for text in one.describe()] for some in (every[0], left[0]))
+            lost = " or ".join(dict.fromkeys(text for text in tried if text not in able))
+            _log.warning("No block of %s can %s: %s.", self._name, lost, problem)
+        return trace
 
     def _refuse_compiled(self, trace: Trace, compiled: Collection[int]) -> None:
         """Raise NotCompiledError for a compiled unit that is no block, see `_units_with_spans`."""
@@ -302,23 +301,24 @@ class _Describer:
                 reason = "it runs several times in a step, or its weights are read outside of it"
                 raise NotCompiledError(self._units[index].class_name, reason)
 
-    def _choices(self) -> list[tuple[frozenset[int], frozenset[int]]]:
-        """Return pairs of units to recompute and units to offload: first both, then only recomputation, then none.
-
-        These units are blocks, or the parts that blocks are split into: one module with submodules, which runs once.
-        """
-        none = frozenset[int]()
+    def _choices(self) -> list[Sequence[Activations]]:
+        """Return the choices of activations to trace: first all, then those on the device, then none."""
         if not self._options.recomputation or self._checkpointed:
-            return [(none, none)]
-        blocks = frozenset(
+            return [()]
+        has_host = self._options.device_type == "cuda" and not self._options.split.operators
+        return [*([Activations.BASIC[1:]] if has_host else []), Activations.BASIC[1:2], ()]
+
+    def _plain_blocks(self) -> frozenset[int]:
+        """Return blocks, or the parts that blocks are split into: units of one module with submodules, which runs
+        once.
+        """
+        return frozenset(
             index
             for index, unit in enumerate(self._units)
             if unit.span is GatherSpan.USE
             and unit.class_name in self._blocks
             and self._modules[unit.module_names[0]]._modules
         )
-        offloads = self._options.device_type == "cuda" and not self._options.split.operators
-        return list(dict.fromkeys([(blocks, blocks if offloads else none), (blocks, none), (none, none)]))
 
     def _units_with_spans(self, trace: Trace) -> tuple[UnitDescription, ...]:
         """Gather units for the whole step if they run several times, like ALBERT's layer, or are read while they do
