@@ -58,8 +58,8 @@ def announce_plan(run: PlannedRun) -> None:
     )
     if run.comparison is not None and run.plan.memory_limit_bytes is not None:
         console.print("", comparison_table(run.comparison, run.plan.memory_limit_bytes), sep="\n")
-    if run.compilation is not None:
-        console.print(run.compilation.line(compiles=bool(run.plan.compiled_classes)))
+    if run.gain is not None:
+        console.print(run.gain.line)
     where = "" if run.hardware is None else f" for {run.hardware.summary}"
     console.print(f"Planned{where} in {format_seconds(run.planning_s)}; activations: {description.trace}.")
     if run.hardware is not None:

@@ -21,7 +21,6 @@ from ..distributed.said_once import say_uncaught_once
 from ..errors import refuse_first
 from ..measurement.step_meter import LoopMeter, Observation
 from ..modeling.identity import configuration_texts, optimizer_texts
-from ..modeling.wrapping import without_wrappers
 from ..planner.description import DType
 from ..planner.optimizers import spec_of_trainer_name
 from ..planner.plan import Plan
@@ -42,6 +41,7 @@ from ..sharding.optimizer_steps import bind_optimizer, prepare_new_optimizers
 from ..sharding.optimizers import kind_of
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.steps import micro_step
+from .block_forms import unwrapped
 
 _log = logging.getLogger(__name__)
 
@@ -109,9 +109,7 @@ class OptimalShardedDataParallel(nn.Module):
         """
         super().__init__()
         say_uncaught_once()
-        config = merged_config(config)
-        model, is_wrapped = without_wrappers(model)
-        config = config.compiling() if is_wrapped else config
+        model, config = unwrapped(model, merged_config(config))
         _check(config, optimizer)
         precision = Precision.named(mixed_precision)
         form_process_group(needed=precision.compute is not None)
@@ -331,9 +329,8 @@ def _check(config: OSDPConfig, optimizer: OptimizerSpec | str | None) -> None:
 def _log_findings(run: PlannedRun) -> None:
     for finding in () if rank() else run.findings:
         _log.log(logging.INFO if finding.severity is Severity.NOTE else logging.WARNING, "%s", finding.message)
-    if run.compilation is not None and not rank():
-        compiles = bool(run.plan.compiled_classes)
-        _log.log(logging.INFO if compiles else logging.WARNING, "%s", run.compilation.line(compiles=compiles))
+    if run.gain is not None and not rank():
+        _log.log(logging.INFO if run.gain.taken else logging.WARNING, "%s", run.gain.line)
 
 
 def _stateful(scheduler: Stateful | None, scaler: Stateful | None) -> dict[str, Stateful]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from ..distributed.said_once import say_uncaught_once
 from ..distributed.stop import StopSignal
 from ..measurement.step_meter import StepMeter, training_tensors
 from ..modeling.replaced import replaced
-from ..modeling.wrapping import without_wrappers
 from ..preparation.config import OSDPConfig
 from ..preparation.plan_run import PlannedRun
 from ..sharding.between_steps import AcrossLayouts, mixing_explained
@@ -29,6 +27,7 @@ from ..sharding.environment import hold_master_weights
 from ..sharding.state import free_gathered
 from .accelerator import OSDPAccelerator
 from .announce import announce_result, plan_and_announce
+from .block_forms import unwrapped
 from .plugin import OSDPPlugin
 from .subclasses import PlansWhenMade, check_order, with_full_weights
 from .trainer_arguments import (
@@ -86,8 +85,7 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
             refuse_unsupported(given)
             arguments = given.get("args") or TrainingArguments(output_dir="tmp_trainer")
             if isinstance(model := given.get("model"), torch.nn.Module):
-                given["model"], is_wrapped = without_wrappers(model)
-                self._osdp = self._osdp.compiling() if is_wrapped else self._osdp
+                given["model"], self._osdp = unwrapped(model, self._osdp)
             given["args"] = copied_arguments(arguments)
             self._given_args = arguments, dict(vars(arguments))
             assert arguments.output_dir is not None
@@ -106,9 +104,7 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
         args = self.args
         copy_changes(args, *self._given_args)
         assert isinstance(self.accelerator.plugin.osdp, OSDPConfig)
-        self._osdp = replace(
-            self._osdp, compile=self._osdp.compile or self.accelerator.plugin.osdp.compile
-        )  # the launcher's dynamo
+        self._osdp = self.accelerator.plugin.osdp  # with what the launcher's options ask for
         try:
             job, rule = job_of_trainer(self, self._osdp, trains=trains, loader=loader)
             hold_master_weights(self.model, job.precision)
@@ -129,11 +125,7 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
             super()._move_model_to_device(self.model, args.device)
         if (factor := rule.factor(self._run.plan)) != 1:
             scale_loss(self, factor)
-        self._meter = StepMeter(
-            args.device,
-            lambda: training_tensors(self.model, self.optimizer),
-            compiled=bool(self._run.plan.compiled_classes),
-        )
+        self._meter = StepMeter(args.device, lambda: training_tensors(self.model, self.optimizer))
         self._stop = StopSignal()
         stopping = StopCallback(self._stop) if self._osdp.save_on_sigterm else None
         self.callback_handler.call_event = _Events(self.callback_handler.call_event, self._meter, stopping)  # type: ignore[method-assign]

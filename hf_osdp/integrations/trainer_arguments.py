@@ -11,9 +11,11 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from ..errors import refuse_first
 from ..planner.plan import Plan
 from ..preparation.config import OSDPConfig, merged_config, stated_options
 from ..reading import read_json
+from .block_forms import with_arguments
 from .launch import launch_request
 from .plugin import TAKEN, refuse_decided, with_block_classes
 
@@ -55,14 +57,11 @@ def requested_config(
     if osdp is None and (here is False or (here is None and not launched)):
         return None
     _refuse_ignored(fsdp_config)
-    compiles = {"compile": True} if args is not None and args.torch_compile else {}
     options = {
-        **compiles,
         **stated_options(here if isinstance(here, Mapping) else None),
         **stated_options(None if osdp is True else osdp),
     }
-    if compiles and options.get("compile") is False:
-        raise ValueError("torch_compile=True contradicts compile=False in OSDP's options; leave one of the two out.")
+    options = with_arguments(options, args)
     classes = fsdp_config.get("transformer_layer_cls_to_wrap")
     return merged_config(with_block_classes(options, classes, option="transformer_layer_cls_to_wrap"), request.options)
 
@@ -110,7 +109,7 @@ def copied_arguments(args: TrainingArguments) -> TrainingArguments:
             " leave one of the two out."
         )
     own.gradient_accumulation_steps = steps or args.gradient_accumulation_steps
-    own.torch_compile = False  # the plan decides which blocks to compile
+    own.torch_compile = False  # see `with_arguments`
     return own
 
 
@@ -142,19 +141,17 @@ def set_batch(args: TrainingArguments, plan: Plan) -> None:
 def refuse_unsupported(given: Mapping[str, Any]) -> None:
     """Refuse Trainer arguments, by name, that a plan made beforehand cannot account for."""
     args: TrainingArguments | None = given.get("args")
-    if given.get("model") is None:
-        raise ValueError("OSDP plans for one model when the Trainer is made; pass model=... instead of model_init.")
-    if args is None:
-        return
-    if args.deepspeed:
-        raise ValueError("deepspeed and OSDP both decide how the model is sharded; leave one of them out.")
-    if (
-        full := next((name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(args, name)), None)
-    ) and args.world_size > 1:
-        raise ValueError(
-            f"{full}=True converts the weights for evaluation, which FSDP2's shards do not allow; leave it out:"
-            f" {full.partition('_')[0]}=True computes evaluations in that precision too."
-        )
+    evaluates = [name for name in ("bf16_full_eval", "fp16_full_eval") if args is not None and getattr(args, name)]
+    full = next(iter(evaluates), "")
+    refuse_first({
+        "OSDP plans for one model when the Trainer is made; pass model=... instead of model_init.":
+            given.get("model") is None,
+        "deepspeed and OSDP both decide how the model is sharded; leave one of them out.":
+            args is not None and args.deepspeed,
+        f"{full}=True converts the weights for evaluation, which FSDP2's shards do not allow; leave it out:"
+        f" {full.partition('_')[0]}=True computes evaluations in that precision too.":
+            args is not None and full and args.world_size > 1,
+    })  # fmt: skip
 
 
 def copy_changes(own: TrainingArguments, given: TrainingArguments, before: dict[str, Any]) -> None:

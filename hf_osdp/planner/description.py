@@ -17,6 +17,7 @@ from enum import Enum
 from ..errors import refuse_first
 from ..reading import problem_of_text
 from .affine import Affine, Envelope
+from .block_forms import BlockForms
 from .split import WHOLE_BLOCKS, ModelSplit
 
 
@@ -311,7 +312,7 @@ class RecomputedSegment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelDescription:
+class ModelDescription(BlockForms):
     """A model as the planner sees it, at one sequence length and compute dtype."""
 
     model_name: str
@@ -340,22 +341,17 @@ class ModelDescription:
     """How the times of blocks were found: `measured with 1, 2, 4 samples`."""
     recomputed_by_others: bool = False
     """Whether the model or its script recomputes blocks, and not the plan."""
-    compiled_classes: tuple[str, ...] = ()
-    """Classes of the blocks whose forward is compiled (`Plan.compiled_classes`); their costs are those of compiled
-    code.
-    """
 
     def __post_init__(self) -> None:
-        if self.sequence_length < 1:
-            raise ValueError(f"sequence_length={self.sequence_length} must be at least 1.")
-        counts = Counter(unit.fqn for unit in self.units)
-        if twice := [shown_name(fqn) for fqn, count in counts.items() if count > 1]:
-            raise ValueError(f"Unit {twice[0]!r} is listed twice.")
-        for segment in self.segments:  # a damaged file may have other indices
-            if not 0 <= segment.unit < len(self.units):
-                raise ValueError(
-                    f"A segment belongs to unit {segment.unit}, but the model has {len(self.units)} units."
-                )
+        counts, units = Counter(unit.fqn for unit in self.units), range(len(self.units))
+        twice = next((shown_name(fqn) for fqn, count in counts.items() if count > 1), None)
+        unknown = next((segment.unit for segment in self.segments if segment.unit not in units), None)
+        refuse_first({
+            f"sequence_length={self.sequence_length} must be at least 1.": self.sequence_length < 1,
+            f"Unit {twice!r} is listed twice.": twice is not None,
+            f"A segment belongs to unit {unknown}, but the model has {len(units)} units.":
+                unknown is not None,  # a damaged file may have other indices
+        })  # fmt: skip
 
     @property
     def numel(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import PlanError
 from ..reading import parse_json, problem_of_text, read_bytes
+from .block_forms import FORM_FIELDS, BlockForms
 from .decision import Batch, UnitDecision, UnitLayout, communicators_of
 from .description import GatherSpan, ModelDescription
 from .files import validated, write_whole
@@ -36,7 +37,7 @@ _NAMES = {"model_name": "", "hardware": "", "devices_per_node": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(BlockForms):
     """The sharding plan of one model on one set of devices.
 
     All ranks run the same plan, and compare `fingerprint` to check this.
@@ -54,8 +55,6 @@ class Plan:
     model_fingerprint: str
     split: ModelSplit = WHOLE_BLOCKS
     """Splits of the model before its units are found; `units` are those of the split model."""
-    compiled_classes: tuple[str, ...] = ()
-    """Classes of the blocks whose forward is compiled before they are sharded."""
     model_name: str = ""
     sequence_length: int = 1
     memory_limit_bytes: int | None = None
@@ -87,7 +86,8 @@ class Plan:
             if not 0 <= (value := getattr(self, name) or 0) < float("inf"):
                 raise PlanError(f"The plan has {name}={value}; it must be finite and not negative.")
         texts = [(name, getattr(self, name)) for name in ("strategy", "model_fingerprint", "model_name", "hardware")]
-        for name, text in (*texts, *(("compiled class", name) for name in self.compiled_classes)):
+        texts += [(name, text) for name in FORM_FIELDS for text in getattr(self, name)]
+        for name, text in texts:
             if problem := problem_of_text(text):
                 raise PlanError(f"The plan has a {name} that {problem}; give it another.")
         if len(self.units) > _MOST_UNITS:
@@ -127,7 +127,7 @@ class Plan:
         listed = ", ".join(map(str, sizes))
         beyond = [
             (len(sizes) > 1, f"units have {len(sizes)} group sizes ({listed})", "one mesh for all"),
-            (self.compiled_classes, "blocks are compiled", "what is sharded"),
+            (self.changed_blocks, f"it has {self.changed_blocks}", "what is sharded"),
             (not self.split.is_none, f"the model is split into {self.split.describe()}", "whole modules"),
             (len({unit.away for unit in self.units}) > 1, "some units live on the host", "one place for all"),
         ]
@@ -174,7 +174,7 @@ class Plan:
             **asdict(batch),
             model_fingerprint=description.fingerprint,
             split=description.split,
-            compiled_classes=description.compiled_classes,
+            **{name: getattr(description, name) for name in FORM_FIELDS},
             model_name=description.model_name,
             sequence_length=description.sequence_length,
             **stated,
@@ -232,7 +232,7 @@ class Plan:
 
     def diff(self, other: Plan) -> tuple[str, ...]:
         """Return one line for each difference in how `other` runs; none if both plans run the same."""
-        names = ("world_size", "micro_batch_size", "accumulation_steps", "model_fingerprint", "compiled_classes")
+        names = ("world_size", "micro_batch_size", "accumulation_steps", "model_fingerprint", *FORM_FIELDS)
         values = [(name, getattr(self, name), getattr(other, name)) for name in names]
         lines = [f"{name}: {before} -> {after}" for name, before, after in values if before != after]
         if self.split != other.split:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 from enum import Enum
+from typing import Literal, get_args
 
 from ..errors import refuse_first
 from .description import DType, ParameterSpec
 from .placement import STATE_OPTIONS, HostOptions
-from .wire import WireFormat
 
-EXACT = "exact"
-"""Name of communication in the original dtype."""
+Communication = Literal["exact", "bf16", "int8", "int4"]
+"""Names of the formats in which values are sent, from fine to coarse."""
+FORMATS: tuple[Communication, ...] = get_args(Communication)
+EXACT: Communication = "exact"
+"""Communication in the original dtype."""
 _MOST_SAMPLES = 2**40
 
 
@@ -102,12 +105,11 @@ class StateFormat:
     """Whether the last block of a shard may be shorter."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.bytes_per_element <= 16:
-            raise ValueError(
-                f"StateFormat.bytes_per_element={self.bytes_per_element} must lie above 0, and at most at 16."
-            )
-        if self.block_size < 1:
-            raise ValueError(f"StateFormat.block_size={self.block_size} must be at least 1.")
+        refuse_first({
+            f"StateFormat.bytes_per_element={self.bytes_per_element} must lie above 0, and at most at 16.":
+                not 0 < self.bytes_per_element <= 16,
+            f"StateFormat.block_size={self.block_size} must be at least 1.": self.block_size < 1,
+        })  # fmt: skip
 
     def nbytes(self, elements: int, dtype: DType) -> int:
         """Return the bytes of a state of a shard with these elements of a parameter with this dtype."""
@@ -264,10 +266,8 @@ class TrainingJob(Decisions):
     """
     clips_gradients: bool = False
     """Whether gradients are clipped by their norm before each optimizer step."""
-    communication: WireFormat | None = None
-    """The coarsest format in which parameters and gradients may be sent, used where it is faster; None sends exact
-    values.
-    """
+    communication: Communication = EXACT
+    """The coarsest format in which parameters and gradients may be sent, used where it is faster."""
     correction_bytes: int = 0
     """Bytes added to every moment: the error of an earlier plan's estimate, see `planner/cost/correction.py`."""
 

@@ -99,7 +99,7 @@ class Job:
             f"recalibrate=True in one process without a process group cannot try {compute and compute.value}; start"
             " the program with accelerate launch or torchrun, or leave recalibrate out.":
                 alone and compute is not None,
-        } | {reason: option in config.asked for option, reason in self._impossible.items()} | {
+        } | {reason: True for option, reason in self._impossible.items() if option in config.asked} | {
             f"{option}={value} has no effect with activation checkpointing of all blocks; leave one of the two out.":
                 self.activation_checkpointing and getattr(config, option) is value
             for option, value in _IGNORED_WITH_CHECKPOINTING
@@ -122,7 +122,7 @@ class Job:
         training = TrainingJob(
             global_batch_size=config.global_batch_size, precision=self.precision, optimizer=self.optimizer,
             holds_outputs=self.holds_outputs, clips_gradients=self.clips_gradients,
-            communication=config.coarsest_format,
+            communication=config.communication,
             **decided,
         )  # fmt: skip
         training.micro_batch_sizes(self.world_size)
