@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import SequenceMatcher
 from functools import reduce
 
 GATHER, REDUCE, REDUCE_REST = range(3)
@@ -50,29 +51,13 @@ class Expected:
 
 
 def merged(sequences: Sequence[Sequence[int]]) -> list[int]:
-    """Return one sequence that contains each of these in its order, as short as two of them allow."""
+    """Return one sequence that contains each of these in its order."""
     return reduce(_merged_two, map(list, sequences))
 
 
 def _merged_two(first: list[int], second: list[int]) -> list[int]:
-    """Return the shortest common supersequence; where two are as short, the first goes first."""
-    if first == second or not second:
-        return first
-    common = [[0] * (len(second) + 1) for _ in range(len(first) + 1)]
-    """Length of the longest common subsequence of the rests from each place on."""
-    for i in reversed(range(len(first))):
-        for j in reversed(range(len(second))):
-            same = first[i] == second[j]
-            common[i][j] = 1 + common[i + 1][j + 1] if same else max(common[i + 1][j], common[i][j + 1])
-    i, j, both = 0, 0, []
-    while i < len(first) and j < len(second):
-        if first[i] == second[j]:
-            both.append(first[i])
-            i, j = i + 1, j + 1
-        elif common[i + 1][j] >= common[i][j + 1]:
-            both.append(first[i])
-            i += 1
-        else:
-            both.append(second[j])
-            j += 1
-    return both + first[i:] + second[j:]
+    """Return what both have, once, and where they differ the first's part before the second's."""
+    both: list[int] = []
+    for tag, i, end_i, j, end_j in SequenceMatcher(None, first, second, autojunk=False).get_opcodes():
+        both += first[i:end_i] if tag == "equal" else first[i:end_i] + second[j:end_j]
+    return both
