@@ -81,11 +81,6 @@ class Envelope:
             raise ValueError("An Envelope needs at least one piece.")
 
     @classmethod
-    def linear(cls, *, constant: float = 0.0, per_sample: float = 0.0) -> Envelope:
-        """Return the peak of a single moment."""
-        return cls(pieces=(Affine(constant=constant, per_sample=per_sample),))
-
-    @classmethod
     def above(cls, moments: Iterable[Affine], *, single: float | None = None) -> Envelope:
         """Return the upper envelope of many moments for b >= 1; moments that are never the highest are left out."""
         hull: list[Affine] = []

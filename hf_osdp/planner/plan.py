@@ -233,20 +233,6 @@ class Plan:
                 return unit
         raise PlanError(f"The plan has no unit {fqn or '(root)'!r}; it has {_some(u.label for u in self.units)}.")
 
-    def diff(self, other: Plan) -> tuple[str, ...]:
-        """Return one line for each difference in how `other` runs; none if both plans run the same."""
-        names = ("world_size", "micro_batch_size", "accumulation_steps", "model_fingerprint", "compiled_classes")
-        values = [(name, getattr(self, name), getattr(other, name)) for name in names]
-        lines = [f"{name}: {before} -> {after}" for name, before, after in values if before != after]
-        if self.split != other.split:
-            lines.append(f"split: {self.split.describe()} -> {other.split.describe()}")
-        mine, theirs = ({unit.label: unit.describe(plan.world_size) for unit in plan.units} for plan in (self, other))
-        pairs = [
-            (label, mine.get(label, "absent"), theirs.get(label, "absent"))
-            for label in dict.fromkeys([*mine, *theirs])
-        ]
-        return (*lines, *(f"{label}: {before} -> {after}" for label, before, after in pairs if before != after))
-
     def check(self, description: ModelDescription, world_size: int) -> None:
         """Check that the plan is for this model and world size.
 

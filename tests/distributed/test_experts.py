@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 import hf_osdp
-from hf_osdp.checkpoint.states import load_loop, save_loop
+from hf_osdp.checkpoint.states import load_loop
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.units import find_units
@@ -24,7 +24,7 @@ from hf_osdp.sharding.environment import host_parameters
 from hf_osdp.sharding.gradients import total_norm
 from hf_osdp.sharding.optimizer_steps import step_by_device
 from tests.helpers.architectures import batch_of, loss_of, tiny_architecture
-from tests.helpers.checkpointed import worst
+from tests.helpers.checkpointed import save_loop, worst
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.training import Trained, train_sharded, train_whole

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_osdp.checkpoint.states import load_loop, save_loop
+from hf_osdp.checkpoint.states import load_loop
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import OSDPError
@@ -24,7 +24,7 @@ from hf_osdp.sharding.host_states import bind_optimizer
 from hf_osdp.sharding.optimizer_steps import step_by_device
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.steps import micro_step
-from tests.helpers.checkpointed import worst
+from tests.helpers.checkpointed import save_loop, worst
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model

@@ -129,7 +129,7 @@ def test_plans_and_profiles_survive_their_json_form(value):
     again = type(value).from_json(value.to_json())
     assert again == value and again.to_json() == value.to_json()
     if isinstance(value, Plan):
-        assert again.fingerprint == value.fingerprint and value.diff(again) == ()
+        assert again.fingerprint == value.fingerprint
 
 
 MODEL = transformer(layers=2)
@@ -187,7 +187,6 @@ def read_inputs(text: str | bytes) -> None:
 
 def read_plan(text: str | bytes) -> None:
     plan = Plan.from_json(text)
-    plan.diff(PLAN)
     try:
         plan.check(MODEL, 4)
     except PlanError:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hf_osdp.planner.affine import Affine, Envelope
 from hf_osdp.planner.description import DType, ParameterSpec, Recomputation
 from hf_osdp.planner.split import ModelSplit, OperatorSplit
-from tests.helpers.descriptions import transformer
+from tests.helpers.descriptions import linear_envelope, transformer
 
 moments = st.lists(
     st.builds(
@@ -45,10 +45,10 @@ def test_envelope_of_one_sample_may_lie_on_no_piece():
 
 
 def test_bytes_are_rounded_up_and_never_negative():
-    assert Envelope.linear(constant=0.25, per_sample=1).bytes(3) == Affine(constant=0.25, per_sample=1).bytes(3) == 4
-    assert Envelope.linear(constant=-100, per_sample=1).bytes(3) == Affine(constant=-100, per_sample=1).bytes(3) == 0
+    assert linear_envelope(constant=0.25, per_sample=1).bytes(3) == Affine(constant=0.25, per_sample=1).bytes(3) == 4
+    assert linear_envelope(constant=-100, per_sample=1).bytes(3) == Affine(constant=-100, per_sample=1).bytes(3) == 0
     assert Envelope.above([]).bytes(7) == Envelope().bytes(7) == 0
-    assert [Envelope.linear(constant=10, per_sample=5).scaled(0.5, constants=c).bytes(2) for c in (True, False)] == [
+    assert [linear_envelope(constant=10, per_sample=5).scaled(0.5, constants=c).bytes(2) for c in (True, False)] == [
         10,
         15,
     ]
