@@ -35,7 +35,6 @@ from .launcher import (
     master_address,
     most_restarts,
     number,
-    restart_count,
     variable,
 )
 
@@ -53,8 +52,8 @@ If a rank ends, the others stop waiting.
 """
 _POLL_S = 0.05
 _READ_S = 2.0
-"""How much longer than rank 0 the others wait, and how long rank 0 waits while they read an error."""
-_KEY, _LINE = "hf_osdp/start", "line"
+"""How much longer than rank 0 the others wait, and how long rank 0 waits while they read a refusal."""
+_KEY = "hf_osdp/start"
 
 _gloo_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _step_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -360,35 +359,6 @@ def require_all(what: str) -> None:
             f"{what} gathers a sharded model and must be called on every rank, but ranks {alike} called it and, within"
             f" {ALL_CALL_S:.0f} s, ranks {missing} did not; call it on all, and use the result on one."
         )
-
-
-def tell_line(line: str) -> None:
-    """Tell the other ranks which error rank 0 has printed; call it there, before the process ends."""
-    if (store := _store_of_run()) is not None:
-        with suppress(RuntimeError):  # torch's errors of stores
-            store.set(_LINE, line)
-            if not is_torchruns_store():  # this process may host the store from which the others read
-                time.sleep(_READ_S)
-
-
-def is_told_line(line: str, seconds: float) -> bool:
-    """Return whether rank 0 prints the same error within these seconds."""
-    store, told = _store_of_run(), False
-    with suppress(RuntimeError):
-        _poll(lambda: store is not None and store.check([_LINE]), seconds)
-        told = store is not None and store.check([_LINE]) and store.get(_LINE).decode() == line
-    return told
-
-
-def _store_of_run() -> Store | None:
-    """Return a store of this start of the run; None without one, or before `check_ranks`."""
-    if are_several_ranks():
-        store = dist.distributed_c10d._get_default_store()
-    elif _env_store.cache_info().currsize:
-        store = _env_store(launched_rank(), number("MASTER_PORT"), launch_timeout_s())
-    else:
-        return None
-    return PrefixStore(f"hf_osdp/said/{restart_count()}", store)
 
 
 def _store(name: str) -> Store:
