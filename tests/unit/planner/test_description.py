@@ -69,18 +69,8 @@ def test_split_is_none_and_described_by_what_it_does():
 
 HEAD = OperatorSplit(fqn="lm_head", slices=2)
 REFUSED = [
-    *(("at least 2", lambda slices=slices: replace(HEAD, slices=slices)) for slices in (1, 0, -3, 2.0, True)),
-    *(
-        ("not a module's name", lambda fqn=fqn: replace(HEAD, fqn=fqn))
-        for fqn in ("", ".", "a..b", " lm_head", "a. b", None)
-    ),
-    *(
-        ("tuple of OperatorSplit", lambda sliced=sliced: ModelSplit(sliced=sliced))
-        for sliced in (["lm_head"], ("lm_head",), [HEAD])
-    ),
+    *(("at least 2", lambda slices=slices: replace(HEAD, slices=slices)) for slices in (1, 0, -3)),
     ("'lm_head' is split 2 times", lambda: ModelSplit(sliced=(HEAD, replace(HEAD, slices=3)))),
-    ("must be True or False", lambda: ModelSplit(operators=1)),
-    ("An Envelope needs at least one piece", lambda: Envelope(pieces=())),
     (
         "Parameter w has .* elements; it must have at most",
         lambda: ParameterSpec(name="w", shape=(2**40, 2**40), dtype=DType.FLOAT32),

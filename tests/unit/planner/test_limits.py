@@ -88,7 +88,6 @@ MADE_FROM = [
     (JOB, {
         "global_batch_size=.* must be at least 1 and at most": dict(global_batch_size=(0, 2**41)),
         "micro_batch_size=0 must be at least 1": dict(micro_batch_size=(0,)),
-        "recompute=1 must be True, False, or None": dict(recompute=(1,)),
     }),
     (OptimizerSpec(), {"states=-1": dict(states=(-1,))}),
 ]  # fmt: skip
