@@ -15,7 +15,7 @@ from ..planner.plan import Plan
 from ..preparation.config import OSDPConfig, merged_config, stated_options
 from ..reading import read_json
 from .launch import launch_request
-from .plugin import refuse_decided, with_block_classes
+from .plugin import refuse_decided
 
 _log = logging.getLogger(__name__)
 _PLUGIN_OPTIONS = ("cpu_offload", "cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing")
@@ -65,8 +65,7 @@ def requested_config(
     }
     if compiles and options.get("compile") is False:
         raise ValueError("torch_compile=True contradicts compile=False in OSDP's options; leave one of the two out.")
-    classes = fsdp_config.get("transformer_layer_cls_to_wrap")
-    return merged_config(with_block_classes(options, classes, option="transformer_layer_cls_to_wrap"), request.options)
+    return merged_config(options, request.options)
 
 
 def _refuse_ignored(fsdp_config: Mapping[str, Any]) -> None:
@@ -83,7 +82,7 @@ def _refuse_ignored(fsdp_config: Mapping[str, Any]) -> None:
         if name not in _ADDED_BY_TRANSFORMERS or value not in (0, None)
     }
     refuse_decided(set_here)
-    known = ("osdp", "version", "transformer_layer_cls_to_wrap", "auto_wrap_policy", *_PLUGIN_OPTIONS)
+    known = ("osdp", "version", "auto_wrap_policy", *_PLUGIN_OPTIONS)
     for name, value in set_here.items():
         if name not in known and value is not None:
             raise ValueError(
