@@ -31,10 +31,10 @@ from typing import cast
 
 import psutil
 
-from ..distributed.process_group import own_versions
 from ..errors import CheckpointError
 from ..planner.files import validated
 from ..reading import read_json
+from ..versions import package_versions
 from .layouts import is_state
 from .safe import check_inside
 
@@ -353,7 +353,7 @@ def complete(folder: Path, staging: Path, manifest: Manifest, parts: Iterable[Ma
                 flush(path)
                 files[name] = FileRecord.of(path)
         (staging / MANIFEST_NAME).write_text(
-            replace(manifest, files=files, versions=own_versions()).to_json(), encoding="utf-8"
+            replace(manifest, files=files, versions=package_versions()).to_json(), encoding="utf-8"
         )
         for path in (staging / MANIFEST_NAME, *(path for path in staging.rglob("*") if path.is_dir()), staging):
             flush(path)

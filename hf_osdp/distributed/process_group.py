@@ -8,15 +8,12 @@ import functools
 import json
 import logging
 import os
-import platform
 import socket
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from importlib import metadata
 from itertools import groupby
 from typing import TypedDict, TypeVar
 from weakref import WeakKeyDictionary
@@ -27,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
 from ..errors import LaunchError, OSDPError
+from ..versions import package_versions
 from .device import prefer_expandable_segments
 from .launcher import (
     is_torchruns_store,
@@ -40,8 +38,6 @@ from .launcher import (
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-COMPARED = ("hf_osdp", "torch", "accelerate", "transformers")
-"""Packages that all ranks must have in one version."""
 TIMEOUT_VARIABLE = "OSDP_LAUNCH_TIMEOUT_S"
 ALL_CALL_S = 300.0
 """How long `require_all` waits: longer than a rank may log or write beforehand, less than NCCL's 600 s."""
@@ -103,7 +99,7 @@ def check_ranks() -> None:
         store = _env_store(rank, number("MASTER_PORT"), limit_s)
     mine = RankReport(
         rank=rank, ranks=size, host=socket.gethostname(), process=os.getpid(), token=uuid.uuid4().hex,
-        versions=own_versions(),
+        versions=package_versions(),
     )  # fmt: skip
     try:
         reports = (_collect if rank == 0 else _report)(store, mine, limit_s)
@@ -117,16 +113,6 @@ def check_ranks() -> None:
         if rank == 0:
             time.sleep(_READ_S)  # this process may host the store from which the others read
         raise LaunchError(line)
-
-
-def own_versions() -> dict[str, str]:
-    """Return this process's version of each of `COMPARED`, as imported or else as installed, and of Python
-    (major.minor).
-    """
-    found = {
-        name: str(getattr(sys.modules.get(name), "__version__", None) or metadata.version(name)) for name in COMPARED
-    }
-    return found | {"python": ".".join(platform.python_version_tuple()[:2])}
 
 
 def launch_timeout_s() -> float:
