@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_osdp.sharding.unit_sequences import Expected, merged
+from hf_osdp.sharding.unit_agreement import Expected, merged
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 4), max_size=6), min_size=1, max_size=3)
 
