@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import ClassVar
 
-from ..reading import problem_of_text
 from .affine import Affine, Envelope
 from .split import WHOLE_BLOCKS, ModelSplit
 
@@ -101,8 +100,6 @@ class Recomputation:
             raise ValueError(
                 f"saved_calls has {unsafe!r}, but outputs of casts and in-place operators cannot be saved."
             )
-        if problem := next(filter(None, map(problem_of_text, self.names)), None):
-            raise ValueError(f"A name of a recomputation's saved calls {problem}.")
 
     def describe(self) -> str:
         """Return short text for tables: `recompute`, `recompute 0.4: saves c_attn, attention`."""

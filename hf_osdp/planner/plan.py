@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PlanError
-from ..reading import parse_json, problem_of_text, read_bytes
+from ..reading import parse_json, read_bytes
 from .decision import Batch, UnitDecision, UnitLayout, communicators_of
 from .description import GatherSpan, ModelDescription
 from .files import validated, write_whole
@@ -86,10 +86,6 @@ class Plan:
         for name in ("memory_limit_bytes", "peak_bytes", "step_s", "gap"):
             if not 0 <= (value := getattr(self, name) or 0) < float("inf"):
                 raise PlanError(f"The plan has {name}={value}; it must be finite and not negative.")
-        texts = [(name, getattr(self, name)) for name in ("strategy", "model_fingerprint", "model_name", "hardware")]
-        for name, text in (*texts, *(("compiled class", name) for name in self.compiled_classes)):
-            if problem := problem_of_text(text):
-                raise PlanError(f"The plan has a {name} that {problem}; give it another.")
         if len(self.units) > _MOST_UNITS:
             raise PlanError(f"The plan has {len(self.units)} units; it must have at most {_MOST_UNITS}.")
         self._check_units()
