@@ -94,7 +94,6 @@ class UnitGroup(FSDPParamGroup):
     """Whether sums of earlier micro-steps wait to be all-reduced."""
     ranks = property(lambda self: self.mesh_info.mesh.size(self.mesh_info.mesh.ndim - 1))
     """Over how many ranks it is sharded."""
-    collectives = property(lambda self: (self._all_gather_comm, self._reduce_scatter_comm))
 
 
 class UnitState(FSDPState):
@@ -140,9 +139,3 @@ def stays_gathered(root: nn.Module) -> bool:
 def whole_parameter(parameter: FSDPParam) -> nn.Parameter | None:
     """Return a whole parameter, which exists once it was gathered."""
     return getattr(parameter, "_unsharded_param", None)
-
-
-def owners(parameter: FSDPParam) -> list[tuple[nn.Module, str]]:
-    """Return the modules that have a parameter, each with its name there."""
-    info = parameter._module_info
-    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]

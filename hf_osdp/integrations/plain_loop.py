@@ -33,7 +33,7 @@ from ..preparation.plan_run import PlannedRun, plan_run
 from ..preparation.preflight import Severity
 from ..preparation.recalibrate import Round
 from ..quantities import format_bytes, format_seconds
-from ..sharding.apply import apply_plan, verify_applied
+from ..sharding.apply import apply_plan
 from ..sharding.environment import form_process_group, move_to_device, mp_policy, prepare_model, training_device
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
 from ..sharding.host_states import bind_optimizer
@@ -137,7 +137,6 @@ class OptimalShardedDataParallel(nn.Module):
         settings = {**configuration_texts(model), "precision": mixed_precision}
         writer = self._writer = CheckpointWriter(plan=run.plan, settings=settings)
         apply_plan(model, run.plan, run.units, meshes=run.meshes, mp_policy=mp_policy(precision))
-        verify_applied(model, run.plan, run.units)
         self.module = move_to_device(model, device)
         self._out_of_memory = OutOfMemoryHandler(
             model, run.plan, run.units, problem=run.problem, on_oom=config.on_oom, device=device

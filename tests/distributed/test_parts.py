@@ -21,13 +21,14 @@ from hf_osdp.errors import OSDPError, PlanError, PlanMismatchError
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import GatherSpan, UnitDescription
 from hf_osdp.planner.plan import UnitDecision
-from hf_osdp.sharding.apply import apply_plan, bottom_up, effective, read_back, verify_applied
+from hf_osdp.sharding.apply import apply_plan, bottom_up, effective
 from hf_osdp.sharding.gradients import OSDPGradScaler, clip_grad_norm_
 from hf_osdp.sharding.optimizer_steps import parameter_names, rebind_parameters, release_parameters
 from hf_osdp.sharding.state import broadcast_parameters, full_state_dict, load_full_state_dict
 from tests.helpers.checkpointed import worst
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import MODELS, tiny_batch, tiny_loss, tiny_model
+from tests.helpers.read_back import read_back, verify_applied
 from tests.helpers.training import MAX_NORM
 
 WORLD_SIZE = 4
