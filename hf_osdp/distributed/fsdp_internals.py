@@ -139,3 +139,9 @@ def stays_gathered(root: nn.Module) -> bool:
 def whole_parameter(parameter: FSDPParam) -> nn.Parameter | None:
     """Return a whole parameter, which exists once it was gathered."""
     return getattr(parameter, "_unsharded_param", None)
+
+
+def owners(parameter: FSDPParam) -> list[tuple[nn.Module, str]]:
+    """Return the modules that have a parameter, each with its name there."""
+    info = parameter._module_info
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]

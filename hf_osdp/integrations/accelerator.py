@@ -178,7 +178,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         precision instead of autocast.
         """
         self.planned_run, self._writer.plan = run, run.plan
-        assert run.inputs is not None
         precision = run.inputs.job.precision
         if not self.is_fsdp2 and (uses_host(run.plan) or (precision.compute is not None and not precision.autocast)):
             form_process_group(needed=True)
@@ -325,7 +324,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             return
         run, on_oom = self._planned, self._config.on_oom
         if self.plugin.activation_checkpointing:
-            assert run.inputs is not None
             checkpoint_blocks(model, run.inputs.description.block_classes, trains=True)
         if self.is_fsdp2:
             shard_model(model, run, self.plugin, optimizers, device=self.device)

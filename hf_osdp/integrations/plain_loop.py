@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ..checkpoint.states import Stateful, load_loop, stage_loop
 from ..checkpoint.writer import CheckpointWriter
 from ..distributed.consensus import on_rank_zero, require_same
-from ..distributed.mesh import rank, world_size
+from ..distributed.mesh import world_size
 from ..distributed.said_once import say_uncaught_once
 from ..measurement.step_meter import LoopMeter, Observation
 from ..modeling.identity import configuration_texts, optimizer_texts
@@ -29,10 +28,7 @@ from ..planner.training_job import OptimizerSpec, Precision
 from ..preparation.config import OSDPConfig, merged_config
 from ..preparation.job import Job
 from ..preparation.out_of_memory import OutOfMemoryHandler
-from ..preparation.plan_run import PlannedRun, plan_run
-from ..preparation.preflight import Severity
 from ..preparation.recalibrate import Round
-from ..quantities import format_bytes, format_seconds
 from ..sharding.apply import apply_plan
 from ..sharding.environment import form_process_group, move_to_device, mp_policy, prepare_model, training_device
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
@@ -42,8 +38,7 @@ from ..sharding.optimizer_steps import prepare_new_optimizers
 from ..sharding.optimizers import kind_of
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.steps import micro_step
-
-_log = logging.getLogger(__name__)
+from .announce import announce_result, plan_and_announce
 
 
 class OptimalShardedDataParallel(nn.Module):
@@ -79,7 +74,7 @@ class OptimalShardedDataParallel(nn.Module):
         report: the plan's estimates, on rank 0; None on other ranks and for a given plan.
         rounds: plans tried under `recalibrate`, with estimate and measurement.
         measured: peak, step time and collectives of the first 8 optimizer steps, the same on every rank; None until
-            they have ended. Rank 0 logs them with the estimate.
+            they have ended. Rank 0 prints them with the estimate.
     """  # noqa: E501
 
     def __init__(
@@ -126,10 +121,8 @@ class OptimalShardedDataParallel(nn.Module):
             precision=precision,
             optimizer=optimizer or spec_of_optimizer(None, device_type=device.type),
             against_unit_steps=None if optimizer is None else "only the optimizer's OptimizerSpec is known",
-            estimates_given_plan=False,
         )
-        run = plan_run(model, job)
-        _log_findings(run)
+        run = self._run = plan_and_announce(model, job)
         self.plan: Plan = run.plan
         self.report: SearchResult | None = run.search
         self.rounds: tuple[Round, ...] = run.rounds
@@ -150,7 +143,7 @@ class OptimalShardedDataParallel(nn.Module):
 
         prepare_new_optimizers(self.module, bind)
         self._scales = precision.compute is DType.FLOAT16
-        self._loop_meter = LoopMeter(self.module, device, self._log_measured, plan, may_skip=self._scales)
+        self._loop_meter = LoopMeter(self.module, device, self._report, plan, may_skip=self._scales)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  what the model returns
         """Run the model's forward pass.
@@ -184,26 +177,9 @@ class OptimalShardedDataParallel(nn.Module):
         """
         return OSDPGradScaler(**{"device": training_device().type, "enabled": self._scales, **kwargs})
 
-    def _log_measured(self, measured: Observation) -> None:
-        """Store the measurement of the first steps, and log it on rank 0."""
+    def _report(self, measured: Observation) -> None:
         self.measured = measured
-        if rank():
-            return
-        peak, step_s = (
-            (None, None) if self.report is None else (self.report.memory.peak_bytes, self.report.time.step_s)
-        )
-        texts = [
-            _pair_text(peak, measured.peak_bytes, format_bytes),
-            _pair_text(step_s, measured.median_step_s, format_seconds),
-        ]
-        texts[-1] += "" if measured.first_step_s is None else f" (the first {format_seconds(measured.first_step_s)})"
-        kinds = [
-            f"{t.collective.value.replace('_', '-')} over {t.group_size}: {format_seconds(t.seconds)}"
-            for t in measured.collectives
-        ]
-        _log.info(
-            "Plan %s: peak %s, step %s%s.", self.plan.fingerprint, *texts, "; " + ", ".join(kinds) if kinds else ""
-        )
+        announce_result(self._run, measured, None)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the model's parameters under its own names: this rank's shards, as DTensors, even right after an
@@ -327,27 +303,8 @@ def _check(config: OSDPConfig, optimizer: OptimizerSpec | str | None) -> None:
             raise ValueError(
                 f"Planning needs {' and '.join(missing)}; set {'them' if len(missing) > 1 else 'it'} in OSDPConfig."
             )
-    elif unused := next(
-        (name for name, given in (("optimizer", optimizer), ("inputs", config.inputs)) if given is not None), None
-    ):
-        raise ValueError(
-            f"plan runs a given plan as it is, so {unused} would have no effect; leave one of the two out."
-        )
-
-
-def _log_findings(run: PlannedRun) -> None:
-    for finding in () if rank() else run.findings:
-        _log.log(logging.INFO if finding.severity is Severity.NOTE else logging.WARNING, "%s", finding.message)
-    if run.compilation is not None and not rank():
-        compiles = bool(run.plan.compiled_classes)
-        _log.log(logging.INFO if compiles else logging.WARNING, "%s", run.compilation.line(compiles=compiles))
 
 
 def _stateful(scheduler: Stateful | None, scaler: Stateful | None) -> dict[str, Stateful]:
     """Return the given objects by the name of Accelerate's file for their state."""
     return {name: owner for name, owner in (("scheduler.bin", scheduler), ("scaler.pt", scaler)) if owner is not None}
-
-
-def _pair_text(estimated: float | None, measured: float | None, text: Callable[[Any], str]) -> str:
-    known = ((estimated, "estimated"), (measured, "measured"))
-    return ", ".join("not " + name if value is None else f"{text(value)} {name}" for value, name in known)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from hf_osdp.distributed.collectives import Stages, plain_transport, unit_collectives
-from hf_osdp.distributed.fsdp_internals import AllGather, FSDPParam, ReduceScatter, UnitGroup, parameter_groups
+from hf_osdp.distributed.fsdp_internals import AllGather, ReduceScatter, UnitGroup, owners, parameter_groups
 from hf_osdp.distributed.mesh import world_size
 from hf_osdp.distributed.wire import Replicas, WireTransport, transports
 from hf_osdp.errors import PlanMismatchError
@@ -142,12 +142,6 @@ def wires_of(group: UnitGroup) -> Wires:
     gather, reduce = (one.wire if isinstance(one, WireTransport) else None for one in sent)
     replica = replicas.transport.wire if isinstance(replicas, Replicas) else None
     return Wires(gather_wire=gather, reduce_wire=reduce, replica_wire=replica)
-
-
-def owners(parameter: FSDPParam) -> list[tuple[nn.Module, str]]:
-    """Return the modules that have a parameter, each with its name there."""
-    info = parameter._module_info
-    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 
 
 def _collectives(group: UnitGroup) -> tuple[Any, Any]:
