@@ -87,9 +87,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         LaunchError: ranks are missing, or run different versions.
     """
 
-    measures_loop = True
-    """Whether hooks find the first steps and measure them; the Trainer measures its own steps."""
-
     def __init__(
         self,
         *args: Any,
@@ -109,7 +106,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         cpu = options.pop("cpu", False) or launch_request().use_cpu or not torch.accelerator.is_available()
         self.planned_run: PlannedRun | None = None
         """The plan and its inputs; None before planning."""
-        self._loop_meter: LoopMeter | None = None
+        self.loop_meter: LoopMeter | None = None
         self._out_of_memory: OutOfMemoryHandler | None = None
         self.measured: Observation | None = None
         """Measurement of the loop's first optimizer steps, the same on every process; None until they have ended."""
@@ -337,9 +334,9 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         """Make the optimizers step as planned, and measure the loop's first steps."""
         model = self._models[-1]
         bind_optimizer(model, run.plan, run.units, optimizers)
-        if self.measures_loop and self._loop_meter is None:
+        if self.loop_meter is None:
             skips = self.scaler is not None and self.scaler.is_enabled()
-            self._loop_meter = LoopMeter(model, self.device, self._report, run.plan, may_skip=skips)
+            self.loop_meter = LoopMeter(model, self.device, self._report, run.plan, may_skip=skips)
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as stock
         """Prepare as `Accelerator.prepare_model`, without its torch.compile: the plan compiles blocks.
@@ -386,8 +383,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             for tracker in self.trackers:
                 tracker.finish()
             return
-        if self._loop_meter is not None:
-            self._loop_meter.finish()
+        if self.loop_meter is not None:
+            self.loop_meter.finish()
         self._writer.wait()
         super().end_training()
 
