@@ -42,8 +42,9 @@ from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.modeling.split.candidates import possible_splits
 from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.decision import Batch, UnitLayout
-from hf_osdp.planner.description import Activations, ModelDescription
+from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import Hardware
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem, Strategy

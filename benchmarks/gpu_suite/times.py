@@ -19,8 +19,9 @@ from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.decision import Batch, UnitLayout
-from hf_osdp.planner.description import Activations, ModelDescription, Recomputation
+from hf_osdp.planner.description import ModelDescription, Recomputation
 from hf_osdp.planner.hardware import Hardware
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.profile import with_block_times

@@ -31,8 +31,7 @@ from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import with_block_times
 from hf_osdp.preparation.probe import Trial, sharded_copy
-from hf_osdp.sharding.host_states import bind_optimizer
-from hf_osdp.sharding.optimizer_steps import step_by_device
+from hf_osdp.sharding.optimizer_steps import bind_optimizer, step_by_device
 from hf_osdp.sharding.steps import batch_on, make_optimizer, train_step
 from hf_osdp.tracing.describe import describe
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ..errors import InfeasibleError, OSDPError, Price, Remedy, nearest
+from ..errors import InfeasibleError, OSDPError, Price, Remedy, nearest, refuse_first
 from ..modeling.catalogue import find_shape, shape_names
 from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware
@@ -82,14 +82,13 @@ class Case:
         """Refuse what is wrong about the model without reading it."""
         request = self.request
         check_path(request.model)
-        if request.lora_rank is None and request.lora_targets:
-            raise ValueError(
-                f"--lora-targets {request.lora_targets} has no effect without --lora-rank; give both, or neither."
-            )
-        if request.lora_rank is None and request.quantize:
-            raise ValueError(
-                f"--quantize {request.quantize} freezes the base, so that nothing trains; add --lora-rank 16."
-            )
+        alone = request.lora_rank is None
+        refuse_first({
+            f"--lora-targets {request.lora_targets} has no effect without --lora-rank; give both, or neither.":
+                alone and request.lora_targets,
+            f"--quantize {request.quantize} freezes the base, so that nothing trains; add --lora-rank 16.":
+                alone and request.quantize,
+        })  # fmt: skip
 
     @cached_property
     def optimizer(self) -> OptimizerSpec:
@@ -130,10 +129,8 @@ class Case:
                 f"--host-memory {request.host_memory} has no effect on {hardware.device.name}, which trains in the"
                 " host's own memory; use --memory-limit."
             )
-        config = request.config
-        offloads = config.host_offload or config.offload_optimizer or config.offload_activations
         host = hardware.host
-        if host is None and request.device and (offloads or request.host_memory):
+        if host is None and request.device and (request.config.asked or request.host_memory):
             alone = replace(preset(request.device), host=assumed_host(request.device))
             host = alone.scaled(devices_per_node=hardware.devices_per_node).host
         if host is not None and request.host_memory:
@@ -241,10 +238,9 @@ class Case:
 
         request = self.request
         if request.device and problem.hardware.host is None and self.device_type == "cuda":
-            job = replace(problem.job, host_offload=None, offload_optimizer=None, offload_activations=None)
             for memory in _HOST_MEMORIES:
                 host = Case(replace(request, host_memory=memory)).hardware
-                if fits_by_estimate(replace(problem, hardware=host, job=job)):
+                if fits_by_estimate(replace(problem, hardware=host)):
                     yield Remedy(f"a host with {memory} (--host-memory {memory})", price=Price.DEVICES)
                     break
         if request.lora_rank is None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
+from ..planner.placement import HOST_OPTIONS
 from ..planner.presets import preset_names
 from ..preparation.config import LEAST, OSDPConfig, option_texts
 
@@ -40,8 +41,7 @@ _GROUPS = {
     "Batch": ("sequence_length", "global_batch_size", "micro_batch_size", "images"),
     "Devices": ("device", "profile", "num_nodes", "devices_per_node", "precision"),
     "Memory": (
-        "memory_limit", "memory_margin", "host_memory", "recompute", "host_offload", "offload_optimizer",
-        "offload_activations",
+        "memory_limit", "memory_margin", "host_memory", "recompute", *HOST_OPTIONS,
     ),
     "Layout": ("strategy", "simplicity", "operator_splitting", "split_vocabulary", "communication", "compile"),
     "Model": ("optimizer", "lora_rank", "lora_targets", "quantize", "block_classes", "auto_class"),
@@ -72,8 +72,8 @@ class Request:
         str | None,
         option(
             "SIZE",
-            "Memory of each machine's host, such as 256GiB, for offloading; default: the profile's, that of the"
-            " device's usual server, or for cards of workstations an assumed one.",
+            "Memory of each machine's host, such as 256GiB, for states and activations; default: the profile's, that"
+            " of the device's usual server, or for cards of workstations an assumed one.",
         ),
     ] = None
     num_nodes: Annotated[int | None, count("Machines; default: the profile's number, or 1.")] = None

@@ -31,7 +31,7 @@ from ..distributed.launcher import launched_world_size
 from ..distributed.process_group import check_ranks, host_barrier
 from ..distributed.said_once import say_uncaught_once
 from ..distributed.stop import Stopped
-from ..errors import OSDPError
+from ..errors import OSDPError, refuse_first
 from ..measurement.step_meter import LoopMeter, Observation
 from ..modeling.batch import Inputs
 from ..modeling.build import checkpoint_blocks
@@ -45,14 +45,14 @@ from ..preparation.out_of_memory import OutOfMemoryHandler
 from ..preparation.plan_run import PlannedRun
 from ..sharding.environment import form_process_group, prepare_model, uses_host
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
-from ..sharding.host_states import bind_optimizer, reason_against_unit_steps
 from ..sharding.optimizer import frozen_parameters, spec_of_optimizer, spec_of_optimizers
+from ..sharding.optimizer_steps import bind_optimizer, reason_against_unit_steps
 from ..sharding.state import full_state_dict
 from ..sharding.steps import micro_step
 from .announce import announce_result, plan_and_announce
 from .checkpoints import AcceleratorCheckpoints
 from .launch import launch_request
-from .plugin import OSDPPlugin, offloads, plugin_for, precision_of
+from .plugin import OSDPPlugin, plugin_for, precision_of
 from .samples import batches_of_loader
 from .sharding import apply_plan_unsharded, prepare_late_optimizers, shard_model
 
@@ -209,18 +209,16 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         inputs: Inputs | None = None,
     ) -> Plan:
         """Make the plan, print it and use it; raise ValueError if a size is not known."""
-        if config.sequence_length is None:
-            raise ValueError(
-                "The sequence length is not known; give OSDPConfig(sequence_length=...) or accelerator.plan(...)."
-            )
-        if config.global_batch_size is None:
-            raise ValueError(
-                "The batch size is not known; give prepare a DataLoader, or give OSDPConfig(global_batch_size=...)."
-            )
+        refuse_first({
+            "The sequence length is not known; give OSDPConfig(sequence_length=...) or accelerator.plan(...).":
+                config.sequence_length is None,
+            "The batch size is not known; give prepare a DataLoader, or give OSDPConfig(global_batch_size=...).":
+                config.global_batch_size is None,
+        })  # fmt: skip
         if self.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             config = replace(config, reduce_every_micro_step=True)
         job = Job(
-            config=config,
+            config=self.plugin.asking(config, self.device.type),
             world_size=self.num_processes,
             device_type=self.device.type,
             precision=precision_of(
@@ -232,7 +230,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             inputs=inputs,
             holds_outputs=True,  # as the usual loop does: `out = model(**batch); accelerator.backward(out.loss)`
             activation_checkpointing=bool(self.plugin.activation_checkpointing),
-            cpu_offload=offloads(self.plugin),
             against_unit_steps=reason_against_unit_steps(optimizer)
             if isinstance(optimizer, torch.optim.Optimizer)
             else None,

@@ -17,6 +17,7 @@ from ..checkpoint.writer import CheckpointWriter
 from ..distributed.consensus import on_rank_zero, require_same
 from ..distributed.mesh import world_size
 from ..distributed.said_once import say_uncaught_once
+from ..errors import refuse_first
 from ..measurement.step_meter import LoopMeter, Observation
 from ..modeling.identity import configuration_texts, optimizer_texts
 from ..modeling.wrapping import without_wrappers
@@ -32,9 +33,8 @@ from ..preparation.recalibrate import Round
 from ..sharding.apply import apply_plan
 from ..sharding.environment import form_process_group, move_to_device, mp_policy, prepare_model, training_device
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
-from ..sharding.host_states import bind_optimizer
 from ..sharding.optimizer import spec_of_optimizer
-from ..sharding.optimizer_steps import prepare_new_optimizers
+from ..sharding.optimizer_steps import bind_optimizer, prepare_new_optimizers
 from ..sharding.optimizers import kind_of
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.steps import micro_step
@@ -288,21 +288,15 @@ def _check(config: OSDPConfig, optimizer: OptimizerSpec | str | None) -> None:
     """Raise ValueError if planning lacks an option, or an option has no effect in a plain loop, before anything is
     changed.
     """
-    if optimizer is not None and not isinstance(optimizer, (OptimizerSpec, str)):
-        kind = type(optimizer).__name__
-        raise ValueError(
-            f"optimizer is of type {kind}; give an OptimizerSpec, and make the optimizer from the sharded model's"
-            " parameters."
-        )
-    if config.async_save:
-        raise ValueError(
-            "async_save=True has no effect in a plain loop; leave it out, and use save_checkpoint(in_background=True)."
-        )
-    if config.plan is None:
-        if missing := [name for name in ("sequence_length", "global_batch_size") if getattr(config, name) is None]:
-            raise ValueError(
-                f"Planning needs {' and '.join(missing)}; set {'them' if len(missing) > 1 else 'it'} in OSDPConfig."
-            )
+    missing = [name for name in ("sequence_length", "global_batch_size") if getattr(config, name) is None]
+    refuse_first({
+        f"optimizer is of type {type(optimizer).__name__}; give an OptimizerSpec, and make the optimizer from the"
+        " sharded model's parameters.": not isinstance(optimizer, (OptimizerSpec, str, type(None))),
+        "async_save=True has no effect in a plain loop; leave it out, and use save_checkpoint(in_background=True).":
+            config.async_save,
+        f"Planning needs {' and '.join(missing)}; set {'them' if len(missing) > 1 else 'it'} in OSDPConfig.":
+            missing and config.plan is None,
+    })  # fmt: skip
 
 
 def _stateful(scheduler: Stateful | None, scaler: Stateful | None) -> dict[str, Stateful]:

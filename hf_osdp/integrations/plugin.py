@@ -4,8 +4,9 @@ or refuses.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,11 +14,15 @@ from accelerate import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from ..distributed.launcher import variable
+from ..errors import refuse_first
 from ..modeling.units import dtype_of
 from ..planner.training_job import Precision
 from ..preparation.config import OSDPConfig, merged_config, stated_options
 from .launch import launch_request
 
+TAKEN = ("cpu_offload", "cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing")
+"""Fields of the base class that a plan follows, by their names in `TrainingArguments.fsdp_config` too."""
+_log = logging.getLogger(__name__)
 _COMPUTE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _NOT_IN_FSDP2 = (
     "backward_prefetch",
@@ -71,17 +76,30 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
         layout = "SHARDED_STATE_DICT" if self.osdp.async_save else "FULL_STATE_DICT"
         self.state_dict_type = self.state_dict_type or variable("FSDP_STATE_DICT_TYPE", layout)
         super().__post_init__()
-        if getattr(self, "activation_checkpointing_offload", False):
+        refuse_first({
+            "activation_checkpointing_offload=True is not counted in a plan; leave it out, or use"
+            " OSDPConfig(offload_activations=True).": getattr(self, "activation_checkpointing_offload", False),
+            "async_save=True writes shards while training continues, but state_dict_type is FULL_STATE_DICT; use"
+            " SHARDED_STATE_DICT, or leave async_save out.": self.osdp.async_save and not writes_shards(self),
+        })  # fmt: skip
+
+    @property
+    def pin_memory(self: Any) -> bool | None:
+        """Whether the host's memory is page-locked, if `cpu_offload` keeps all units there; else None."""
+        return self.cpu_offload.pin_memory if isinstance(self.cpu_offload, CPUOffloadPolicy) else None
+
+    def asking(self, config: OSDPConfig, device_type: str) -> OSDPConfig:
+        """Return the options of a run with those for which the plugin's own fields ask."""
+        if self.pin_memory is None:
+            return config
+        if config.host_offload is False:
             raise ValueError(
-                "activation_checkpointing_offload=True is not counted in a plan; leave it out, or use"
-                " OSDPConfig(offload_activations=True)."
+                "host_offload=False, but cpu_offload moves all states to the host; leave one of the two out."
             )
-        if self.osdp.async_save and not writes_shards(self):
-            raise ValueError(
-                "async_save=True writes shards while training continues, but state_dict_type is FULL_STATE_DICT; use"
-                " SHARDED_STATE_DICT, or"
-                " leave async_save out."
-            )
+        if device_type == "cpu":
+            _log.warning("cpu_offload has no effect on the CPU, which trains in the host's own memory; leave it out.")
+            return config
+        return replace(config, host_offload=True)
 
     def set_mixed_precision(
         self: Any, mixed_precision: str | None, buffer_autocast: bool = False, override: bool = False
@@ -121,10 +139,6 @@ def plugin_for(osdp: OSDPConfig | Mapping[str, object] | None, osdp_plugin: obje
 
 def writes_shards(plugin: FullyShardedDataParallelPlugin) -> bool:
     return "FULL" not in str(plugin.state_dict_type)
-
-
-def offloads(plugin: OSDPPlugin) -> bool:
-    return isinstance(plugin.cpu_offload, CPUOffloadPolicy)
 
 
 def precision_of(mixed_precision: str, policy: MixedPrecisionPolicy | None, *, single_process: bool) -> Precision:

@@ -21,7 +21,7 @@ from ..sharding.optimizer_steps import (
 )
 from ..sharding.optimizers import kind_of, unwrapped
 from ..sharding.state import free_gathered, load_full_state_dict
-from .plugin import OSDPPlugin, offloads
+from .plugin import OSDPPlugin
 
 
 def shard_model(
@@ -45,7 +45,7 @@ def shard_model(
     apply_plan(
         model, run.plan, run.units, meshes=run.meshes,
         mp_policy=plugin.mixed_precision_policy,
-        pin_memory=plugin.cpu_offload.pin_memory if offloads(plugin) else None,
+        pin_memory=plugin.pin_memory,
     )  # fmt: skip
     if weights is not None:
         _load_from_rank_zero(model, weights, device)

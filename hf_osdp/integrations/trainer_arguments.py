@@ -11,15 +11,14 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from ..errors import refuse_first
 from ..planner.plan import Plan
 from ..preparation.config import OSDPConfig, merged_config, stated_options
 from ..reading import read_json
 from .launch import launch_request
-from .plugin import refuse_decided
+from .plugin import TAKEN, refuse_decided
 
 _log = logging.getLogger(__name__)
-_PLUGIN_OPTIONS = ("cpu_offload", "cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing")
-"""Entries of `TrainingArguments.fsdp_config` that go to the plugin; the plan decides the rest."""
 _ADDED_BY_TRANSFORMERS = ("min_num_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
 """Entries that transformers itself adds to `fsdp_config` with a value that turns them off."""
 
@@ -82,7 +81,7 @@ def _refuse_ignored(fsdp_config: Mapping[str, Any]) -> None:
         if name not in _ADDED_BY_TRANSFORMERS or value not in (0, None)
     }
     refuse_decided(set_here)
-    known = ("osdp", "version", "auto_wrap_policy", *_PLUGIN_OPTIONS)
+    known = ("osdp", "version", "auto_wrap_policy", *TAKEN)
     for name, value in set_here.items():
         if name not in known and value is not None:
             raise ValueError(
@@ -94,7 +93,7 @@ def _refuse_ignored(fsdp_config: Mapping[str, Any]) -> None:
 
 def plugin_options(args: TrainingArguments) -> dict[str, Any]:
     stated = {**(args.fsdp_plugin_args or {}), **({} if args.fsdp else _fsdp_config(args))}
-    return {name: stated[name] for name in _PLUGIN_OPTIONS if name in stated}
+    return {name: stated[name] for name in TAKEN if name in stated}
 
 
 def copied_arguments(args: TrainingArguments) -> TrainingArguments:
@@ -143,19 +142,17 @@ def set_batch(args: TrainingArguments, plan: Plan) -> None:
 def refuse_unsupported(given: Mapping[str, Any]) -> None:
     """Refuse Trainer arguments, by name, that a plan made beforehand cannot account for."""
     args: TrainingArguments | None = given.get("args")
-    if given.get("model") is None:
-        raise ValueError("OSDP plans for one model when the Trainer is made; pass model=... instead of model_init.")
-    if args is None:
-        return
-    if args.deepspeed:
-        raise ValueError("deepspeed and OSDP both decide how the model is sharded; leave one of them out.")
-    if (
-        full := next((name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(args, name)), None)
-    ) and args.world_size > 1:
-        raise ValueError(
-            f"{full}=True converts the weights for evaluation, which FSDP2's shards do not allow; leave it out:"
-            f" {full.partition('_')[0]}=True computes evaluations in that precision too."
-        )
+    evaluates = [name for name in ("bf16_full_eval", "fp16_full_eval") if args is not None and getattr(args, name)]
+    full = next(iter(evaluates), "")
+    refuse_first({
+        "OSDP plans for one model when the Trainer is made; pass model=... instead of model_init.":
+            given.get("model") is None,
+        "deepspeed and OSDP both decide how the model is sharded; leave one of them out.":
+            args is not None and args.deepspeed,
+        f"{full}=True converts the weights for evaluation, which FSDP2's shards do not allow; leave it out:"
+        f" {full.partition('_')[0]}=True computes evaluations in that precision too.":
+            args is not None and full and args.world_size > 1,
+    })  # fmt: skip
 
 
 def copy_changes(own: TrainingArguments, given: TrainingArguments, before: dict[str, Any]) -> None:

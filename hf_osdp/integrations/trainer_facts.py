@@ -21,23 +21,21 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
 
 from ..checkpoint.resume import recorded_manifest
+from ..errors import refuse_first
 from ..modeling.batch import Inputs
 from ..planner.optimizers import knows_trainer_name, spec_of_trainer_name
 from ..planner.training_job import OptimizerSpec, Precision
 from ..preparation.config import OSDPConfig
 from ..preparation.job import Job, RunFolder
 from ..preparation.plan_run import PlannedRun
-from ..sharding.host_states import reason_against_unit_steps
 from ..sharding.optimizer import frozen_parameters, spec_of_optimizer
-from .plugin import offloads
+from ..sharding.optimizer_steps import reason_against_unit_steps
 from .samples import find_batches, row_tokens, tokens_of
 from .subclasses import bytes_of_other_models, traced_loss
 from .trainer_arguments import accelerator_config_of, samples_of_step, warn
 from .trainer_loss import MicroBatchRule, micro_batch_rule
 
 _log = logging.getLogger(__name__)
-_STOCK_PACKAGES = ("transformers", "hf_osdp")
-"""Packages whose `create_optimizer` follows `TrainingArguments.optim`."""
 
 
 def job_of_trainer(
@@ -57,7 +55,7 @@ def job_of_trainer(
     rule = micro_batch_rule(trainer, config, batches, sequence_length, trains=trains)
     sized = replace(config, sequence_length=sequence_length, global_batch_size=samples, micro_batch_size=rule.chosen)
     job = Job(
-        config=sized,
+        config=plugin.asking(sized, args.device.type),
         world_size=args.world_size,
         device_type=args.device.type,
         precision=Precision.named(args.mixed_precision, autocast=args.world_size == 1 and not dist.is_initialized()),
@@ -70,7 +68,6 @@ def job_of_trainer(
         against_unit_steps=_against_unit_steps(trainer),
         activation_checkpointing=bool(args.gradient_checkpointing or plugin.activation_checkpointing),
         reads_loss_alone=model_makes_loss and not args.use_liger_kernel,
-        cpu_offload=offloads(plugin),
         trains=trains,
         frozen_in_optimizer=frozen_parameters(trainer.optimizer),
         folder=trainer_folder(args, trainer.model) if trains else None,
@@ -218,14 +215,11 @@ def refuse_changes(trainer: Trainer, run: PlannedRun) -> None:
     """Refuse a number of samples other than the plan's, and micro-batches that were planned without the training."""
     plan, parts = run.plan, trainer.args.world_size if accelerator_config_of(trainer.args).split_batches else 1
     asked = trainer._requested_batch_size  # type: ignore[attr-defined]
-    if not run.trains and plan.micro_batch_size * parts != asked:
-        raise ValueError(
-            f"This Trainer was planned to evaluate, since it had no train_dataset, with {plan.micro_batch_size}"
-            f" samples at once, and the arguments train {asked}: make another Trainer with train_dataset to train."
-        )
-    if (samples := samples_of_step(trainer.args)) != plan.global_batch_size:
-        raise ValueError(
-            f"The Trainer's arguments now make {samples} samples per step, but the plan has {plan.global_batch_size};"
-            " set batch sizes"
-            " before the Trainer is made."
-        )
+    samples = samples_of_step(trainer.args)
+    refuse_first({
+        f"This Trainer was planned to evaluate, since it had no train_dataset, with {plan.micro_batch_size} samples at"
+        f" once, and the arguments train {asked}: make another Trainer with train_dataset to train.":
+            not run.trains and plan.micro_batch_size * parts != asked,
+        f"The Trainer's arguments now make {samples} samples per step, but the plan has {plan.global_batch_size}; set"
+        " batch sizes before the Trainer is made.": samples != plan.global_batch_size,
+    })  # fmt: skip

@@ -6,13 +6,14 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from .description import Activations, GatherSpan, shown_name
+from .description import GatherSpan, shown_name
+from .placement import Placed
 from .wire import Message as Message
 from .wire import Wires
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnitLayout(Wires):
+class UnitLayout(Wires, Placed):
     """All decisions for one unit, which is sharded over `shard_size` ranks and replicated over the rest of the
     world.
     """
@@ -28,17 +29,10 @@ class UnitLayout(Wires):
     reduce_every_micro_step: bool = True
     """Reduce-scatter gradients in each micro-step and hold shards, or hold whole gradients and reduce their sum in the
     last micro-step. The all-reduce between replicas always runs in the last micro-step."""
-    activations: Activations = Activations.SAVE
-    on_host: bool = False
-    """Parameters, gradients and optimizer states are in host memory, and the host runs the optimizer step."""
-    states_on_host: bool = False
-    """Only optimizer states are in host memory; they are copied to the device for the unit's step."""
 
     def __post_init__(self) -> None:
         if self.shard_size < 1:
             raise ValueError(f"shard_size={self.shard_size} must be at least 1.")
-        if self.on_host and self.states_on_host:
-            raise ValueError("A unit can have only one of on_host and states_on_host.")
         if self.stage_size != 1 and not (
             1 < self.stage_size < self.shard_size and self.shard_size % self.stage_size == 0
         ):
@@ -46,11 +40,7 @@ class UnitLayout(Wires):
                 f"stage_size={self.stage_size} must be 1, or divide shard_size={self.shard_size} and be less."
             )
         self.check_formats(self.shard_size)
-
-    @property
-    def uses_host(self) -> bool:
-        """Whether states or saved activations are in the host's memory."""
-        return self.on_host or self.states_on_host or self.activations.offloads
+        self.check_place()
 
     @property
     def two_stage(self) -> bool:
@@ -68,9 +58,7 @@ class UnitLayout(Wires):
             text,
             "" if self.reshard_after_forward else "keep",
             "" if self.reduce_every_micro_step else "hold gradients",
-            *self.activations.describe(),
-            "on host" if self.on_host else "",
-            "optimizer on host" if self.states_on_host else "",
+            *self.describe_place(),
             *(f"{name} in {form.value}" for name, form in self.formats.items()),
         ]
         return ", ".join(filter(None, parts))

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import ClassVar
 
+from ..errors import refuse_first
 from .affine import Affine, Envelope
 from .split import WHOLE_BLOCKS, ModelSplit
 
@@ -86,20 +86,16 @@ class Recomputation:
     """
 
     def __post_init__(self) -> None:
-        if self.budget is not None and (self.saved_calls or not 0 < self.budget < 1):
-            raise ValueError(f"budget={self.budget} of a recomputation must lie between 0 and 1, without saved_calls.")
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"share={self.share} of a recomputation must be from 0 to 1.")
-        if len(set(self.saved_calls)) < len(self.saved_calls) or not all(
-            _CALL.fullmatch(call) for call in self.saved_calls
-        ):
-            raise ValueError(
-                f"saved_calls={self.saved_calls!r} must be different calls of operators, such as 'addmm#0'."
-            )
-        if unsafe := next((call for call in self.saved_calls if call.startswith("_to_copy#") or "_#" in call), None):
-            raise ValueError(
-                f"saved_calls has {unsafe!r}, but outputs of casts and in-place operators cannot be saved."
-            )
+        unsafe = next((call for call in self.saved_calls if call.startswith("_to_copy#") or "_#" in call), None)
+        different = len(set(self.saved_calls)) == len(self.saved_calls)
+        refuse_first({
+            f"budget={self.budget} of a recomputation must lie between 0 and 1, without saved_calls.":
+                self.budget is not None and (self.saved_calls or not 0 < self.budget < 1),
+            f"share={self.share} of a recomputation must be from 0 to 1.": not 0 <= self.share <= 1,
+            f"saved_calls={self.saved_calls!r} must be different calls of operators, such as 'addmm#0'.":
+                not (different and all(map(_CALL.fullmatch, self.saved_calls))),
+            f"saved_calls has {unsafe!r}, but outputs of casts and in-place operators cannot be saved.": unsafe,
+        })  # fmt: skip
 
     def describe(self) -> str:
         """Return short text for tables: `recompute`, `recompute 0.4: saves c_attn, attention`."""
@@ -111,39 +107,6 @@ class Recomputation:
             f" and {more} more" if (more := len(self.names) - _MOST_NAMES) > 0 else ""
         )
         return f"recompute {self.share:.2g}: saves {shown or f'{len(self.saved_calls)} operators'}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Activations:
-    """Treatment of the activations that a unit's forward saves for its backward."""
-
-    SAVE: ClassVar[Activations]
-    RECOMPUTE: ClassVar[Activations]
-    OFFLOAD: ClassVar[Activations]
-    RECOMPUTE_OFFLOAD: ClassVar[Activations]
-    BASIC: ClassVar[tuple[Activations, ...]]
-    """The four above; each block that can be recomputed and offloaded has them."""
-
-    recomputation: Recomputation | None = None
-    """None saves everything that autograd needs."""
-    offloads: bool = False
-    """Whether saved activations are on the host until backward."""
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether at least a part of forward runs again in backward."""
-        return self.recomputation is not None
-
-    def describe(self) -> tuple[str, ...]:
-        """Return short texts for tables; none if everything is saved on the device."""
-        again = () if self.recomputation is None else (self.recomputation.describe(),)
-        return (*again, "offload activations") if self.offloads else again
-
-
-Activations.BASIC = tuple(
-    Activations(recomputation=policy, offloads=away) for away in (False, True) for policy in (None, Recomputation())
-)
-Activations.SAVE, Activations.RECOMPUTE, Activations.OFFLOAD, Activations.RECOMPUTE_OFFLOAD = Activations.BASIC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,9 +269,9 @@ class Segment:
     position bias).
     """
     own_saved_bytes: Affine = Affine()
-    """The part of the saved bytes that offloading frees on the device, because no other segment holds them."""
+    """The part of the saved bytes that the device frees if they are sent, because no other segment holds them."""
     sent_bytes: Affine = Affine()
-    """Bytes copied to the host by offloading; more than it frees if other segments hold some of them."""
+    """Bytes copied to the host if saved activations are there; more than that frees if other segments hold some."""
     gradient_bytes: Affine = Affine()
     """Gradient of the segment's input, live when its backward ends; the backward of the preceding segment takes it."""
     gradients: tuple[str, ...] = ()
@@ -320,15 +283,12 @@ class Segment:
     most.
     """
 
-    def under(self, activations: Activations) -> Segment:
-        """Return the costs under a choice of activations.
-
-        An unknown policy to recompute has the costs of the first policy, if there is one.
-        """
-        if activations.recomputation is None or not self.recomputed:
+    def under(self, recomputation: Recomputation | None) -> Segment:
+        """Return the costs under a policy to recompute; an unknown one has the costs of the first, if there is one."""
+        if recomputation is None or not self.recomputed:
             return self
         return next(
-            (policy.costs for policy in self.recomputed if policy.recomputation == activations.recomputation),
+            (policy.costs for policy in self.recomputed if policy.recomputation == recomputation),
             self.recomputed[0].costs,
         )
 
@@ -383,16 +343,15 @@ class ModelDescription:
     """
 
     def __post_init__(self) -> None:
-        if self.sequence_length < 1:
-            raise ValueError(f"sequence_length={self.sequence_length} must be at least 1.")
-        counts = Counter(unit.fqn for unit in self.units)
-        if twice := [shown_name(fqn) for fqn, count in counts.items() if count > 1]:
-            raise ValueError(f"Unit {twice[0]!r} is listed twice.")
-        for segment in self.segments:  # a damaged file may have other indices
-            if not 0 <= segment.unit < len(self.units):
-                raise ValueError(
-                    f"A segment belongs to unit {segment.unit}, but the model has {len(self.units)} units."
-                )
+        counts, units = Counter(unit.fqn for unit in self.units), range(len(self.units))
+        twice = next((shown_name(fqn) for fqn, count in counts.items() if count > 1), None)
+        unknown = next((segment.unit for segment in self.segments if segment.unit not in units), None)
+        refuse_first({
+            f"sequence_length={self.sequence_length} must be at least 1.": self.sequence_length < 1,
+            f"Unit {twice!r} is listed twice.": twice is not None,
+            f"A segment belongs to unit {unknown}, but the model has {len(units)} units.":
+                unknown is not None,  # a damaged file may have other indices
+        })  # fmt: skip
 
     @property
     def numel(self) -> int:
@@ -411,11 +370,6 @@ class ModelDescription:
             for segment in reversed(self.segments)
         }
         return tuple(first.get(index, ()) for index in range(len(self.units)))
-
-    @property
-    def offloadable(self) -> frozenset[int]:
-        """Indices of the units whose activations can be offloaded to the host."""
-        return frozenset(segment.unit for segment in self.segments if segment.sent_bytes != Affine())
 
     @property
     def fingerprint(self) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..errors import Remedy, nearest
+from .placement import STATE_OPTIONS
 from .training_job import FLOAT32_STATE, OptimizerSpec, OptimizerStep, StateFormat
 
 _REFUSED = {
@@ -200,3 +201,18 @@ def spec_of_name(name: str, *, device_type: str) -> OptimizerSpec:
     if key not in OF_TRAINER and (near := nearest(key, names)) and "paged" not in key:
         raise ValueError(f"optimizer={name!r} is not known{near}; use one of {', '.join(names)}.")
     return spec_of_trainer_name(key, device_type=device_type)
+
+
+def impossible_places(optimizer: OptimizerSpec, against_unit_steps: str | None) -> dict[str, str]:
+    """Return the options that an optimizer rules out, each with the line for a user who asked for it."""
+    name = optimizer.name
+    plain = optimizer.is_quantized and (
+        f"States on the host are plain tensors, and {name}'s are quantized; leave the offload out, or use AdamW."
+    )
+    whole = optimizer.looks_at_whole and (
+        f"{name} needs whole parameters at once, which host and device do not have; leave host_offload out, or use"
+        " AdamW."
+    )
+    steps = against_unit_steps and f"offload_optimizer=True, but {against_unit_steps}; leave it out, or use AdamW."
+    reasons = zip(STATE_OPTIONS, (plain or whole, plain or steps), strict=True)
+    return {option: reason for option, reason in reasons if reason}

@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from ..errors import refuse_first
 from .description import DType, ParameterSpec
+from .placement import STATE_OPTIONS, HostOptions
 from .wire import WireFormat
 
 EXACT = "exact"
@@ -100,12 +102,11 @@ class StateFormat:
     """Whether the last block of a shard may be shorter."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.bytes_per_element <= 16:
-            raise ValueError(
-                f"StateFormat.bytes_per_element={self.bytes_per_element} must lie above 0, and at most at 16."
-            )
-        if self.block_size < 1:
-            raise ValueError(f"StateFormat.block_size={self.block_size} must be at least 1.")
+        refuse_first({
+            f"StateFormat.bytes_per_element={self.bytes_per_element} must lie above 0, and at most at 16.":
+                not 0 < self.bytes_per_element <= 16,
+            f"StateFormat.block_size={self.block_size} must be at least 1.": self.block_size < 1,
+        })  # fmt: skip
 
     def nbytes(self, elements: int, dtype: DType) -> int:
         """Return the bytes of a state of a shard with these elements of a parameter with this dtype."""
@@ -236,7 +237,7 @@ FLOAT32_STATE = StateFormat(bytes_per_element=4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decisions:
+class Decisions(HostOptions):
     """Decisions that a user may take from the planner; None leaves one to the planner."""
 
     micro_batch_size: int | None = None
@@ -246,20 +247,6 @@ class Decisions:
     in the last; None lets the planner decide."""
     recompute: bool | None = None
     """Recompute the activations of every block in backward, or of none; default: the planner decides for each."""
-    host_offload: bool | None = None
-    """Keep parameters, gradients and optimizer states of every unit on the host, or of none; default: the planner
-    decides for each.
-    """
-    offload_optimizer: bool | None = None
-    """Keep the optimizer states of every unit on the host and copy them to the device for the step, or of none;
-    default: the planner decides for each.
-
-    Parameters and gradients stay on the device.
-    """
-    offload_activations: bool | None = None
-    """Keep the saved activations of every block on the host until backward, or of none; default: the planner decides
-    for each.
-    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,16 +271,15 @@ class TrainingJob(Decisions):
     """Bytes added to every moment: the error of an earlier plan's estimate, see `planner/cost/correction.py`."""
 
     def __post_init__(self) -> None:
-        if self.host_offload and self.offload_optimizer:
-            raise ValueError(
-                "offload_optimizer=True has no effect: host_offload=True moves all states to the host; leave one out."
-            )
-        if not 1 <= self.global_batch_size <= _MOST_SAMPLES:
-            raise ValueError(
-                f"global_batch_size={self.global_batch_size} must be at least 1 and at most {_MOST_SAMPLES}."
-            )
-        if self.micro_batch_size is not None and self.micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size={self.micro_batch_size} must be at least 1.")
+        everything, states = STATE_OPTIONS
+        refuse_first({
+            f"{states}=True has no effect: {everything}=True moves all states to the host; leave one out.":
+                {everything, states} <= set(self.asked),
+            f"global_batch_size={self.global_batch_size} must be at least 1 and at most {_MOST_SAMPLES}.":
+                not 1 <= self.global_batch_size <= _MOST_SAMPLES,
+            f"micro_batch_size={self.micro_batch_size} must be at least 1.":
+                self.micro_batch_size is not None and self.micro_batch_size < 1,
+        })  # fmt: skip
 
     def micro_batch_sizes(self, world_size: int) -> tuple[int, ...]:
         """Return the micro-batch sizes that give the global batch on `world_size` ranks, largest first; ValueError

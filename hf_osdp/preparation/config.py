@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ..errors import refuse_first
 from ..planner.hardware import Hardware, check_margin
+from ..planner.placement import HOST_OPTIONS
 from ..planner.plan import Plan
 from ..planner.problem import check_simplicity
 from ..planner.profile import Profile
@@ -37,8 +38,7 @@ LEAST = {"images": 0}
 _IGNORED_WITH_PLAN = (
     "strategy", "operator_splitting", "on_oom", "recalibrate", "hardware", "profile", "nodes", "memory_margin",
     "simplicity",
-    "recompute", "host_offload", "offload_optimizer", "offload_activations", "split_vocabulary", "compile",
-    "time_blocks",
+    "recompute", *HOST_OPTIONS, "split_vocabulary", "compile", "time_blocks",
 )  # fmt: skip
 
 
@@ -275,7 +275,7 @@ def option_texts() -> dict[str, str]:
     """Return the first paragraph of each option's docstring, which is its help text on command lines."""
     texts = {}
     with suppress(OSError):  # without source files, options have no texts
-        for cls in (Decisions, OSDPConfig):
+        for cls in OSDPConfig.__mro__[-2::-1]:
             (tree,) = ast.parse(inspect.getsource(cls)).body
             assert isinstance(tree, ast.ClassDef)
             for option, text in pairwise(tree.body):

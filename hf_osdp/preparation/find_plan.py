@@ -20,17 +20,19 @@ from ..errors import (
     CheckpointingError,
     DescriptionError,
     DescriptionTimeoutError,
-    HardwareError,
     InfeasibleError,
     ProfileError,
     Remedy,
+    refuse_first,
 )
 from ..measurement.block_times import TimedModel
 from ..measurement.machine import hardware_of_run
 from ..modeling.batch import training_batch
 from ..modeling.split.candidates import possible_splits
+from ..planner.cost.placement import host_of
 from ..planner.description import ModelDescription
 from ..planner.hardware import Hardware
+from ..planner.placement import WITHOUT_FSDP
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.profile import BlockTimes, Profile
@@ -96,9 +98,9 @@ def find_plan(
     on the host need FSDP2 and its mixed precision.
     """
     builder = partial(ProblemBuilder, model, hardware=hardware, trace=trace)
-    asked = job.config.host_offload
-    if job.precision.autocast and not (job.offloads_all or asked):
-        found = builder(job.asking(host_offload=False)).find()
+    asked = job.config.needs_fsdp
+    if job.precision.autocast and not asked:
+        found = builder(job.asking(**WITHOUT_FSDP)).find()
         if isinstance(found.outcome, Plan) or job.device_type == "cpu" or asked is False:
             return found
     return builder(job.under_fsdp).find()
@@ -137,7 +139,12 @@ class ProblemBuilder:
             named = config.hardware if self._profile is None else self._profile.hardware
             hardware = hardware_of_run(named, device_type=job.device_type, nodes=config.nodes, measure=measured_once)
             hardware = hardware.with_margin(config.memory_margin)
-        _check_host(hardware, job)
+        refuse_first({
+            f"{name}=True, but the CPU trains in the host's own memory; leave {name} out.": job.device_type == "cpu"
+            for name in config.asked
+        })  # fmt: skip
+        if config.asked:
+            host_of(hardware, f"{config.asked[0]}=True")
         self.hardware = hardware
         limit = hardware.device.memory_bytes if config.memory_limit_bytes is None else config.memory_limit_bytes
         limit = hardware.device.check_limit(limit, given=f"memory_limit={config.memory_limit!r}")
@@ -361,22 +368,3 @@ def _profile(named: Profile | str | Path | None) -> Profile | None:
         return named
     text = on_rank_zero(lambda: Profile.load(named).to_json())
     return Profile.from_json(text, source=str(named))
-
-
-def _check_host(hardware: Hardware, job: Job) -> None:
-    """Refuse to offload if the device is the CPU or the host is not known."""
-    config = job.config
-    name = next(
-        (name for name in ("host_offload", "offload_optimizer", "offload_activations") if getattr(config, name)), None
-    )
-    if job.device_type == "cpu":
-        if name:
-            raise ValueError(f"{name}=True, but the CPU trains in the host's own memory; leave {name} out.")
-        if job.cpu_offload:
-            _log.warning("cpu_offload has no effect on the CPU, which trains in the host's own memory; leave it out.")
-    elif (job.cpu_offload or name) and hardware.host is None:
-        tensors = "Saved activations" if config.offload_activations else "All states"
-        raise HardwareError(
-            f"{tensors} are to move to the host, but the host of {hardware.device.name} is not known;"
-            " leave hardware out to have it measured, or give a profile or Hardware(host=...)."
-        )

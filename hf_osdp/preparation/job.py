@@ -11,13 +11,15 @@ import torch.distributed as dist
 
 from ..errors import refuse_first
 from ..planner.description import DType
+from ..planner.optimizers import impossible_places
+from ..planner.placement import ACTIVATION_OPTION
 from ..planner.training_job import Decisions, OptimizerSpec, Precision, TrainingJob
 from .config import OSDPConfig
 
 if TYPE_CHECKING:
     from ..modeling.batch import Inputs, Loss
 
-_IGNORED_WITH_CHECKPOINTING = (("recompute", False), ("split_vocabulary", True), ("offload_activations", True))
+_IGNORED_WITH_CHECKPOINTING = (("recompute", False), ("split_vocabulary", True), (ACTIVATION_OPTION, True))
 """Options that have no effect if all blocks are recomputed."""
 
 
@@ -63,10 +65,6 @@ class Job:
     """Blocks will be recomputed in backward; not needed for a model that already has checkpointing switched on."""
     reads_loss_alone: bool = False
     """In training, the loop gives labels to forward and reads only the loss from its outputs."""
-    cpu_offload: bool = False
-    """Keep every unit's parameters, gradients and optimizer states in the host's memory; False leaves that to the
-    plan.
-    """
     steps: int | None = None
     """Optimizer steps of the run; None if unknown."""
     trains: bool = True
@@ -79,10 +77,6 @@ class Job:
     """Compute capability of the device; None is that of this machine's GPU."""
 
     @property
-    def offloads_all(self) -> bool:
-        return self.cpu_offload and self.device_type != "cpu"  # a CPU trains in the host's memory anyway
-
-    @property
     def under_fsdp(self) -> Job:
         """The same with FSDP2's mixed precision instead of autocast; only FSDP2 can keep units on the host."""
         return replace(self, precision=replace(self.precision, autocast=False))
@@ -93,46 +87,38 @@ class Job:
 
     def check(self) -> None:
         """Raise ValueError if options and facts contradict each other, or an option has no effect."""
-        config, optimizer, compute = self.config, self.optimizer, self.precision.compute
-        on_host, name = self.offloads_all or config.host_offload, optimizer.name
+        config, compute = self.config, self.precision.compute
         alone = config.recalibrate and not dist.is_initialized()
         refused = {
             "fp16 in a single process on the CPU is not supported; use bf16, or start two processes or more.":
                 compute is DType.FLOAT16 and self.device_type == "cpu" and self.world_size == 1,
-            "host_offload=False, but cpu_offload moves all states to the host; leave one of the two out.":
-                self.cpu_offload and config.host_offload is False,
             "recalibrate=True tries the model's own loss, but this trainer computes its own; leave recalibrate out.":
                 config.recalibrate and self.loss is not None,
             f"recalibrate=True in one process without a process group cannot try {compute and compute.value}; start"
             " the program with accelerate launch or torchrun, or leave recalibrate out.":
                 alone and compute is not None,
-            f"States on the host are plain tensors, and {name}'s are quantized; leave the offload out, or use AdamW.":
-                optimizer.is_quantized and (on_host or config.offload_optimizer),
-            f"{name} needs whole parameters at once, which host and device do not have; leave host_offload out, or use"
-            " AdamW.": optimizer.looks_at_whole and on_host,
-            f"offload_optimizer=True, but {self.against_unit_steps}; leave it out, or use AdamW.":
-                self.against_unit_steps and config.offload_optimizer,
-        } | {
+        } | {reason: True for option, reason in self._impossible.items() if option in config.asked} | {
             f"{option}={value} has no effect with activation checkpointing of all blocks; leave one of the two out.":
                 self.activation_checkpointing and getattr(config, option) is value
             for option, value in _IGNORED_WITH_CHECKPOINTING
         }  # fmt: skip
         refuse_first(refused)
 
+    @property
+    def _impossible(self) -> dict[str, str]:
+        return impossible_places(self.optimizer, self.against_unit_steps)
+
     def training(self) -> TrainingJob:
         """Return what the planner searches for, with the decisions that the user made; raise ValueError as `check`,
         or if the batch does not divide.
         """
         self.check()
-        config, optimizer = self.config, self.optimizer
+        config = self.config
         assert config.global_batch_size is not None
         decided = {field.name: getattr(config, field.name) for field in fields(Decisions)}
-        plain = optimizer.is_quantized or optimizer.looks_at_whole
-        decided["host_offload"] = False if plain else self.offloads_all or config.host_offload
-        if optimizer.is_quantized or self.against_unit_steps:
-            decided["offload_optimizer"] = False
+        decided |= dict.fromkeys(self._impossible, False)
         training = TrainingJob(
-            global_batch_size=config.global_batch_size, precision=self.precision, optimizer=optimizer,
+            global_batch_size=config.global_batch_size, precision=self.precision, optimizer=self.optimizer,
             holds_outputs=self.holds_outputs, clips_gradients=self.clips_gradients,
             communication=config.coarsest_format,
             **decided,

@@ -21,6 +21,7 @@ from ..distributed.fsdp_internals import TrainingState, UnitGroup, parameter_gro
 from ..errors import InfeasibleError
 from ..modeling.units import modules_by_name
 from ..planner.description import GatherSpan, UnitDescription
+from ..planner.placement import HOST_OPTIONS
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem
 from ..planner.search.search import search
@@ -169,8 +170,8 @@ class OutOfMemoryHandler:
         who = f"rank {dist.get_rank()} on {socket.gethostname()}" if dist.is_initialized() else socket.gethostname()
         if self._device.type == "cuda" and is_of_host(error):
             return (
-                f"Out of host memory on {who} in {place}. Use fewer DataLoader workers, host_offload=False or"
-                " offload_activations=False, or a machine or container with more memory."
+                f"Out of host memory on {who} in {place}. Use fewer DataLoader workers,"
+                f" {'=False, '.join(HOST_OPTIONS)}=False, or a machine or container with more memory."
             ), None
         requested, allocated = _bytes_in(_REQUESTED, str(error)), self._allocated(str(error))
         seen = "the allocated bytes are not known" + (

@@ -19,7 +19,7 @@ from ..errors import InfeasibleError, OSDPError, PlanError, refuse_first
 from ..modeling.batch import check_inputs
 from ..modeling.build import without_checkpointing
 from ..modeling.quantized import pack
-from ..planner.description import Activations, ModelDescription, UnitDescription
+from ..planner.description import ModelDescription, UnitDescription
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem
@@ -182,14 +182,11 @@ def _given(model: nn.Module, job: Job) -> PlannedRun:
     config, given = job.config, job.config.plan
     assert given is not None
     plan = plan_from_rank_zero(lambda: given if isinstance(given, Plan) else Plan.load(Path(given)))
-    if job.offloads_all and (on_device := sum(not unit.on_host for unit in plan.units)):
+    if job.activation_checkpointing and (
+        treated := [text for unit in plan.units for text in unit.activations.describe()]
+    ):
         raise PlanError(
-            f"cpu_offload moves every unit to the host, but the plan keeps {on_device} on the device; leave it out, or"
-            " plan again."
-        )
-    if job.activation_checkpointing and any(unit.activations != Activations.SAVE for unit in plan.units):
-        raise PlanError(
-            "The plan recomputes or offloads blocks, and activation checkpointing would recompute them too; switch it"
+            f"The plan has blocks with {treated[0]}, and activation checkpointing would recompute them too; switch it"
             " off, or plan again."
         )
     check_communication(plan, config)
@@ -212,11 +209,11 @@ def _given(model: nn.Module, job: Job) -> PlannedRun:
 
 
 def check_whole(plan: Plan, description: ModelDescription, optimizer: OptimizerSpec) -> None:
-    """Refuse a given plan that shards, slices or offloads parameters or operators that the optimizer needs whole."""
+    """Refuse a given plan that shards, slices or moves parameters or operators that the optimizer needs whole."""
     decisions = [
         plan.decision(unit.fqn) for unit in description.units if unit.trainable_numel and optimizer.looks_at_whole
     ]
-    sharded = (d.label for d in decisions if d.on_host or (d.shard_size > 1 and optimizer.needs_whole))
+    sharded = (d.label for d in decisions if d.away or (d.shard_size > 1 and optimizer.needs_whole))
     problem = next((f"has {label} sharded or on the host" for label in sharded), None)
     if problem or (plan.split.cuts_parameters and not optimizer.steps_parts):
         problem = problem or f"splits the model into {plan.split.describe()}"

@@ -34,7 +34,8 @@ from ..planner.search.search import SearchResult, search
 from ..planner.training_job import TrainingJob
 from ..quantities import format_bytes
 from ..sharding.apply import apply_plan
-from ..sharding.environment import host_parameters, mp_policy
+from ..sharding.environment import mp_policy
+from ..sharding.host import host_parameters
 from ..sharding.steps import make_optimizer, train_step
 from ..tracing.compiled import TracedCompiler
 from ..tracing.cuda_kernels import CudaKernels

@@ -183,15 +183,13 @@ class _RowReasons:
         return Alternative(choice=choice, added_s=added_s, peak_bytes=peak, over_bytes=over, single_over_bytes=single)
 
     def _fits(self, units: tuple[int, ...], choice: UnitLayout) -> bool:
-        (peak, on_host), host = self._memory(units, choice), self._problem.hardware.host
-        return (host is None or on_host <= host.memory_bytes) and (self._room is None or peak <= self._room)
+        (peak, used), host = self._memory(units, choice), self._problem.hardware.host
+        return (host is None or used <= host.memory_bytes) and (self._room is None or peak <= self._room)
 
     def _memory(self, units: tuple[int, ...], choice: UnitLayout) -> tuple[int, int]:
         """Return the peak and the bytes on the host if these units change."""
-        problem, changed = (
-            self._problem,
-            [choice if index in units else own for index, own in enumerate(self._choices)],
-        )
+        problem = self._problem
+        changed = [choice if index in units else own for index, own in enumerate(self._choices)]
         memory = estimate_memory(problem.description, changed, problem.hardware.world_size, problem.job, self._batch)
         return memory.on(problem.hardware), memory.host_bytes
 

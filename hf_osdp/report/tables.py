@@ -129,12 +129,12 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
     `held` is parameters, gradients and optimizer states; `host`, shown only if used, is the host's memory per device,
     including offloaded activations; `exposed` is communication for which compute waits.
     """
-    on_host = host_bytes_of_units(description, estimate.memory)
+    host = host_bytes_of_units(description, estimate.memory)
 
     def cells(row: PlanRow) -> list[str]:
         held = sum(estimate.memory.units[i].held + estimate.memory.units[i].gradients_after for i in row.units)
-        waiting = sum(on_host[i] for i in row.units)
-        memory = [format_bytes(held), *([format_bytes(waiting) if waiting else "-"] if any(on_host) else [])]
+        waiting = sum(host[i] for i in row.units)
+        memory = [format_bytes(held), *([format_bytes(waiting) if waiting else "-"] if any(host) else [])]
         seconds = ["-", "-"]
         if (time := estimate.time) is not None:
             seconds = [format_seconds(row.seconds(time, term)) for term in ("compute_s", "exposed_s")]
@@ -149,12 +149,12 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
 
     rows = plan_rows(plan, description)
     label, name = (max(len(getattr(row, part)) for row in rows) for part in ("label", "class_name"))
-    room = _NAMES_WIDTH - _HOST_WIDTH * any(on_host)
+    room = _NAMES_WIDTH - _HOST_WIDTH * any(host)
     wide = {"units": label <= room - _LEAST_CLASS, "class": label + name <= room}
     title = f"OSDP plan {plan.fingerprint}: {batch_text(plan)}"
     names = [Column(head, no_wrap=fits, overflow="fold") for head, fits in wide.items()]
     layout = Column("layout", min_width=len("replicate,"))
-    figures = ["params", "held", *(["host"] if any(on_host) else []), "compute", "exposed"]
+    figures = ["params", "held", *(["host"] if any(host) else []), "compute", "exposed"]
     table = make_table(title, map(cells, rows), text=[*names, layout], figures=figures)
     policies = dict.fromkeys(
         policy.describe() for unit in plan.units if (policy := unit.activations.recomputation) is not None
@@ -334,12 +334,12 @@ def frontier_table(front: Sequence[SearchResult], memory_limit_bytes: int) -> Ta
         sharded = [unit for unit in plan.units if unit.shard_size > 1]
         kept = sum(not unit.reshard_after_forward for unit in sharded)
         recomputed = sum(unit.activations.recomputes for unit in plan.units)
-        offloaded = sum(unit.on_host or unit.states_on_host or unit.activations.offloads for unit in plan.units)
-        counts = (len(plan.units) - len(sharded), kept, len(sharded) - kept, recomputed, offloaded)
+        host = sum(unit.uses_host for unit in plan.units)
+        counts = (len(plan.units) - len(sharded), kept, len(sharded) - kept, recomputed, host)
         return [peak, batch, *rates, *(str(count) if count else "-" for count in counts)]
 
     title = f"Pareto front of memory and throughput (* the fastest within {format_bytes(memory_limit_bytes)}), with units by layout"  # noqa: E501
-    units = ["replicated", "kept", "freed", "recomputed", "offloaded"]
+    units = ["replicated", "kept", "freed", "recomputed", "host"]
     return make_table(title, map(cells, front), figures=["peak", "batch", "step", "samples/s", *units])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from graphlib import TopologicalSorter
@@ -10,7 +9,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from ..distributed.collectives import plain_transport, unit_collectives
@@ -19,16 +18,18 @@ from ..distributed.fsdp_internals import parameter_groups
 from ..distributed.mesh import SHARD_AXIS, Meshes, collective_device, world_size
 from ..distributed.wire import encode_replicas, transports
 from ..errors import OSDPError, PlanError, PlanMismatchError
-from ..modeling.activation_offload import offload
+from ..modeling.activations import change_forward
 from ..modeling.quantized import pack, view_in
 from ..modeling.split.apply import apply_split, losses_of
 from ..modeling.units import modules_by_name, named_parameters
-from ..modeling.wrapping import compile_forward, has_running_statistics, recompute
+from ..modeling.wrapping import compile_forward, has_running_statistics
 from ..planner.decision import UnitDecision
-from ..planner.description import Activations, DType, GatherSpan, ModelDescription, UnitDescription, shard_dim
+from ..planner.description import DType, GatherSpan, ModelDescription, UnitDescription, shard_dim
+from ..planner.placement import Activations
 from ..planner.plan import Plan
 from .environment import form_process_group, uses_host
 from .gradients import clip_across_meshes
+from .host import memory_of
 from .sharded_class import keep_class, mark_managed, save_whole
 from .state import broadcast_parameters
 from .weight_reads import WeightReads
@@ -81,7 +82,9 @@ def apply_plan(
     apply_split(model, plan.split)
     plan.check(_as_description(model, units), world_size())
     found = _find_units(model, plan, units)
-    _change_forwards(found, plan.compiled_classes)
+    for unit in found:
+        compiles = unit.description.class_name in plan.compiled_classes and unit.description.span is GatherSpan.USE
+        change_forward(unit.modules[0], unit.decision.activations, compiled=compiles)
     for loss in losses_of(model) if plan.compiled_classes else ():
         compile_forward(loss)
     if not needs_process_group(plan, mp_policy):
@@ -99,8 +102,8 @@ def apply_plan(
     ignored = set(scalars)
     if single_process:  # parameters that are not on the host stay plain
         named = named_parameters(model)
-        ignored |= {named[p.name] for unit in units if not plan.decision(unit.fqn).on_host for p in unit.parameters}
-    managed = [unit for unit in found if unit.decision.on_host or not single_process]
+        ignored |= {named[p.name] for unit in units if not plan.decision(unit.fqn).away for p in unit.parameters}
+    managed = [unit for unit in found if unit.decision.away or not single_process]
     # Copies that overlap computation need page-locked memory; on the CPU FSDP2 fails with it.
     pin_memory = meshes.device_type != "cpu" if pin_memory is None else pin_memory
     refuse_hooks(model)
@@ -123,17 +126,6 @@ def refuse_hooks(model: nn.Module) -> None:
             )
 
 
-def _change_forwards(units: list[_Unit], compiled_classes: Collection[str]) -> None:
-    for unit in units:
-        recomputation = unit.decision.activations.recomputation
-        if unit.description.class_name in compiled_classes and unit.description.span is GatherSpan.USE:
-            compile_forward(unit.modules[0], recomputation)
-        elif recomputation is not None:
-            recompute(unit.modules[0], recomputation)
-        if unit.decision.activations.offloads:
-            offload(unit.modules[0])
-
-
 def _shard_units(
     model: nn.Module,
     units: list[_Unit],
@@ -151,7 +143,7 @@ def _shard_units(
             shard_placement_fn=partial(placement, unit.decision.shard_size),
             mesh=meshes.mesh(unit.decision.shard_size),
             reshard_after_forward=unit.decision.reshard_after_forward,
-            offload_policy=CPUOffloadPolicy(pin_memory=pin_memory) if unit.decision.on_host else OffloadPolicy(),
+            **memory_of(unit.decision, pin_memory=pin_memory),
             mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False) if unit.description.keeps_dtype else policy,
             ignored_params=ignored,
         )
@@ -240,7 +232,7 @@ def _find_units(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]
         activations = plan.decision(unit.fqn).activations
         if activations != Activations.SAVE and (unit.span is not GatherSpan.USE or len(unit.module_names) > 1):
             raise PlanError(
-                f"Unit {unit.label!r} is not a block, but the plan recomputes or offloads its activations; plan again."
+                f"Unit {unit.label!r} is not a block, but the plan says {activations.describe()[0]}; plan again."
             )
         if activations.recomputes and has_running_statistics(by_name[unit.module_names[0]]):
             raise PlanError(

@@ -8,10 +8,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..distributed.device import own_gpu
-from ..distributed.fsdp_internals import parameter_groups
 from ..distributed.launcher import variable
 from ..distributed.mesh import collective_device
 from ..distributed.process_group import check_ranks
@@ -20,6 +19,7 @@ from ..modeling.wrapping import frozen_norms_keep_dtype, has_running_statistics
 from ..planner.description import DType
 from ..planner.plan import Plan
 from ..planner.training_job import Precision
+from .host import host_parameters
 
 _log = logging.getLogger(__name__)
 _HALF = (torch.bfloat16, torch.float16)
@@ -86,18 +86,7 @@ def mp_policy(precision: Precision) -> MixedPrecisionPolicy | None:
 
 
 def uses_host(plan: Plan) -> bool:
-    return any(unit.on_host for unit in plan.units)
-
-
-def host_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the sharded parameters of all units on the host, each once."""
-    groups = dict.fromkeys(group for module in model.modules() for group in parameter_groups(module))
-    return [
-        p.sharded_param
-        for group in groups
-        if isinstance(group.offload_policy, CPUOffloadPolicy)
-        for p in group.fsdp_params
-    ]
+    return any(unit.away for unit in plan.units)
 
 
 @torch.no_grad()

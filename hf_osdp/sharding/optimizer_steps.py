@@ -19,16 +19,15 @@ from ..errors import OSDPError
 from ..modeling.split.names import keep_positions, whole_parameters
 from ..modeling.step_hooks import before_step
 from ..modeling.units import canonical_name, named_parameters
-from .environment import host_parameters
+from ..planner.description import UnitDescription
+from ..planner.placement import STATE_OPTIONS
+from ..planner.plan import Plan
 from .gradients import local, shard_size
+from .host import HostStates, host_kernels, host_parameters
 from .optimizer import check_optimizer
 from .optimizers import kind_of, unwrapped
 from .optimizers.kind import Kind
 
-_FUSED_ON_HOST = (torch.optim.Adam, torch.optim.AdamW)
-"""Torch's optimizers whose fused step supports shards on the CPU; its fused SGD and Adagrad do not support sharded
-tensors.
-"""
 _KERNELS = {"foreach", "fused"}
 Stage = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]]
 """Begins before an optimizer's own step, with the step's arguments, and ends after it."""
@@ -95,13 +94,13 @@ def step_on_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     state dict.
     """
     inner = unwrapped(optimizer)
-    check_optimizer(inner, _split_or_on_host(model))
+    check_optimizer(inner, _parts_and_host(model))
     step_by_device(inner, host_parameters(model))
     if whole_parameters(model):
         keep_positions(inner, model)
 
 
-def _split_or_on_host(model: nn.Module) -> list[nn.Parameter]:
+def _parts_and_host(model: nn.Module) -> list[nn.Parameter]:
     """Return parameters that are on the host, or slices of a whole parameter."""
     named = named_parameters(model)
     return host_parameters(model) + [named[part] for whole in whole_parameters(model).values() for part in whole.parts]
@@ -124,13 +123,43 @@ def step_by_device(optimizer: torch.optim.Optimizer, host: Iterable[nn.Parameter
     interceptor_of(optimizer).host = {id(parameter) for parameter in host}
 
 
+def reason_against_unit_steps(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return why an optimizer cannot step unit by unit; None if it can, which needs all its state to be kept for
+    each parameter.
+    """
+    if f"{type(unwrapped(optimizer)).__module__}.".startswith(kind_of(optimizer).packages):
+        return None
+    return f"{type(unwrapped(optimizer)).__name__} may keep state that all its parameters share"
+
+
+def bind_optimizer(
+    model: nn.Module, plan: Plan, units: Sequence[UnitDescription], optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Make the optimizer of a model under the plan step units as the plan says; a second call changes nothing.
+
+    Raises:
+        OSDPError: the plan steps units one by one, but there are several optimizers, or one that cannot step a part of
+            its parameters.
+    """
+    alone = [unit for unit in units if plan.decision(unit.fqn).steps_alone]
+    if not optimizers or not alone:
+        return
+    problem = "there are several optimizers" if len(optimizers) > 1 else reason_against_unit_steps(optimizers[0])
+    if problem is not None:
+        raise OSDPError(f"The plan steps units one by one, but {problem}; set {STATE_OPTIONS[1]}=False.")
+    stages = interceptor_of(unwrapped(optimizers[0])).stages
+    named = named_parameters(model)
+    if not stages:
+        stages.append(HostStates([[named[p.name] for p in unit.trainable] for unit in alone], step_parts))
+
+
 def prepare_new_optimizers(model: nn.Module, bind: Callable[[nn.Module, torch.optim.Optimizer], object]) -> None:
     """Prepare and `bind` every optimizer of this model at its first step, because a plain loop does not pass us its
     optimizers.
 
     With several ranks, check it by `check_optimizer`.
     """
-    host, partial, of = host_parameters(model), _split_or_on_host(model), weakref.ref(model)
+    host, partial, of = host_parameters(model), _parts_and_host(model), weakref.ref(model)
     ids = {id(parameter) for parameter in model.parameters()}
     prepared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -164,6 +193,8 @@ class _Interceptor:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._entered.__exit__(OSDPError, OSDPError(), None)  # restore, if an earlier step raised before its end
+        if self.stages:
+            refuse_closure(optimizer, args, kwargs)
         for stage in (*self.stages, self.by_device):
             self._entered.enter_context(stage(optimizer, args, kwargs))
 
@@ -215,28 +246,17 @@ class _Interceptor:
         if shared:
             gathered.append((group, shared))
         for parameter in given:
-            on_host = id(parameter) in self.host
+            is_apart = id(parameter) in self.host
             if kind.steps_shards and isinstance(parameter, DTensor):
                 stand_ins.append((parameter, _stand_in(parameter)))
                 parameter = stand_ins[-1][1]
-            by_place.setdefault((local(parameter).device, isinstance(parameter, DTensor), on_host), []).append(
+            by_place.setdefault((local(parameter).device, isinstance(parameter, DTensor), is_apart), []).append(
                 parameter
             )
-        fuses = type(optimizer) in _FUSED_ON_HOST and not group["differentiable"]
-        unchanged = not shared and not stand_ins
-        if len(by_place) < 2 and unchanged and not (fuses and any(on_host for _, _, on_host in by_place)):
+        kernels = [host_kernels(optimizer, group, own) if place[-1] else {} for place, own in by_place.items()]
+        if len(by_place) < 2 and not shared and not stand_ins and not any(kernels):
             return [group]
-        parts = []
-        for (_, _, on_host), parameters in by_place.items():
-            kernels = {}
-            if on_host and fuses:
-                kernels = {"foreach": False, "fused": True}
-                for state in (optimizer.state[parameter] for parameter in parameters if parameter in optimizer.state):
-                    if isinstance(
-                        state.get("step"), torch.Tensor
-                    ):  # fused kernels need it on the CPU; a checkpoint may not
-                        state["step"] = state["step"].cpu()
-            parts.append({**group, **kernels, "params": parameters})
+        parts = [{**group, **k, "params": own} for k, own in zip(kernels, by_place.values(), strict=True)]
         return parts or [{**group, "params": []}]
 
 

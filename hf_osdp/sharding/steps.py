@@ -16,10 +16,9 @@ from ..modeling.units import modules_by_name, named_parameters
 from ..planner.description import ParameterSpec, UnitDescription
 from ..planner.plan import Plan
 from ..planner.training_job import OptimizerSpec, OptimizerStep, TrainingJob
-from .environment import host_parameters
 from .gradients import clip_grad_norm_, local
-from .host_states import bind_optimizer
-from .optimizer_steps import step_by_device
+from .host import host_parameters
+from .optimizer_steps import bind_optimizer, step_by_device
 
 _LEARNING_RATE = 1e-6
 

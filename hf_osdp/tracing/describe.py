@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from ..modeling.units import class_of, dtype_of, embedding_and_head, find_units,
 from ..modeling.wrapping import has_running_statistics
 from ..planner.affine import Affine
 from ..planner.description import DType, GatherSpan, ModelDescription, Segment, UnitDescription, shown_name
+from ..planner.placement import Activations
 from .attention import ASSUMED_CAPABILITY, AttentionCall, Kernel, capability_here, math_kernel_warning
 from .compiled import NotCompiledError
 from .lengths import SHORTEST, extended
@@ -251,40 +252,34 @@ class _Describer:
         )  # fmt: skip
 
     def _trace(self) -> Trace:
-        """Trace the model with every option of its blocks; if it does not run so, trace it with fewer options."""
-        checkpointed = self._blocks if self._options.activation_checkpointing else None
-        basic = TraceOptions(
-            run=self._options, checkpointed_blocks=checkpointed, samples=self._options.samples,
-            most_operators=self._most_operators, is_short=self._is_short,
+        """Trace the model under every choice of its blocks; if it does not run so, under fewer, and then without
+        compiled blocks.
+        """
+        options = TraceOptions(
+            run=self._options, checkpointed_blocks=self._blocks if self._options.activation_checkpointing else None,
+            samples=self._options.samples, most_operators=self._most_operators, is_short=self._is_short,
+            blocks=self._plain_blocks(),
         )  # fmt: skip
+        every, problem = self._choices(), ""
+        left = list(every)
         while True:
             try:
-                return self._trace_choices(basic)
-            except Exception as error:
-                if not self._compiled or isinstance(error, DescriptionTimeoutError):
-                    raise
-                _log.warning(
-                    "The model cannot be traced with compiled blocks (%s); they run uncompiled.", type(error).__name__
-                )
-                _log.debug("The trace with compiled blocks failed.", exc_info=True)
-                self._compiled = ()
-
-    def _trace_choices(self, basic: TraceOptions) -> Trace:
-        problems: list[str] = []
-        for recomputable, offloadable in self._choices():
-            try:
-                trace = self._trace_compiled(replace(basic, recomputable=recomputable, offloadable=offloadable))
+                trace = self._trace_compiled(replace(options, choices=left[0]))
+                break
             except Exception as error:  # with fewer options the model may run
-                if not (recomputable or offloadable) or isinstance(error, DescriptionTimeoutError):
+                if isinstance(error, DescriptionTimeoutError) or not (left[0] or self._compiled):
                     raise
-                _log.debug("Blocks cannot be traced as recomputed or offloaded.", exc_info=True)
-                problems.append(_reason(error))
-                continue
-            if problems:
-                ways = "offload" if recomputable else "recompute or offload"
-                _log.warning("The plan cannot %s blocks of %s: %s.", ways, self._name, problems[-1])
-            return trace
-        raise AssertionError
+                _log.debug("The trace failed.", exc_info=True)
+                problem = _reason(error)
+                if not left.pop(0):
+                    kind = type(error).__name__
+                    _log.warning("The model cannot be traced with compiled blocks (%s); they run uncompiled.", kind)
+                    self._compiled, left, problem = (), list(every), ""
+        if problem:
+            tried, able = ([text for one in some for text in one.describe()] for some in (every[0], left[0]))
+            lost = " or ".join(dict.fromkeys(text for text in tried if text not in able))
+            _log.warning("No block of %s can %s: %s.", self._name, lost, problem)
+        return trace
 
     def _trace_compiled(self, options: TraceOptions) -> Trace:
         """Trace the model with as many of its blocks compiled as possible."""
@@ -295,9 +290,8 @@ class _Describer:
                 if unit.span is GatherSpan.USE and len(unit.module_names) == 1
             ]
             compiled = frozenset(i for i, unit in blocks if unit.class_name in self._compiled)
-            tried = replace(options, compiled=compiled, offloadable=frozenset(options.offloadable) - compiled)
             try:
-                trace = trace_segments(self._model, self._units, self._inputs, tried)
+                trace = trace_segments(self._model, self._units, self._inputs, replace(options, compiled=compiled))
             except NotCompiledError as error:
                 if error.class_name not in self._compiled:  # the loss
                     raise
@@ -316,23 +310,24 @@ class _Describer:
         _log.warning("%s These blocks run uncompiled.", error)
         self._compiled = tuple(name for name in self._compiled if name != error.class_name)
 
-    def _choices(self) -> list[tuple[frozenset[int], frozenset[int]]]:
-        """Return pairs of units to recompute and units to offload: first both, then only recomputation, then none.
-
-        These units are blocks, or the parts that blocks are split into: one module with submodules, which runs once.
-        """
-        none = frozenset[int]()
+    def _choices(self) -> list[Sequence[Activations]]:
+        """Return the choices of activations to trace: first all, then those on the device, then none."""
         if not self._options.recomputation or self._checkpointed:
-            return [(none, none)]
-        blocks = frozenset(
+            return [()]
+        has_host = self._options.device_type == "cuda" and not self._options.split.operators
+        return [*([Activations.BASIC[1:]] if has_host else []), Activations.BASIC[1:2], ()]
+
+    def _plain_blocks(self) -> frozenset[int]:
+        """Return blocks, or the parts that blocks are split into: units of one module with submodules, which runs
+        once.
+        """
+        return frozenset(
             index
             for index, unit in enumerate(self._units)
             if unit.span is GatherSpan.USE
             and unit.class_name in self._blocks
             and self._modules[unit.module_names[0]]._modules
         )
-        offloads = self._options.device_type == "cuda" and not self._options.split.operators
-        return list(dict.fromkeys([(blocks, blocks if offloads else none), (blocks, none), (none, none)]))
 
     def _units_with_spans(self, trace: Trace) -> tuple[UnitDescription, ...]:
         """Gather units for the whole step if they run several times, like ALBERT's layer, or are read while they do

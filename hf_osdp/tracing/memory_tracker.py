@@ -17,9 +17,9 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..modeling.activation_offload import host_memory
+from ..modeling.activations import host_memory
 from ..modeling.replaced import replaced
-from ..planner.cost.units import pinned_bytes
+from ..planner.cost.placement import pinned_bytes
 from .kernel_scratch import KernelScratch, Processors, kernel_scratch
 from .tensors import call_operator, is_dtensor, storages_in
 
@@ -156,11 +156,11 @@ class MemoryTracker(TorchDispatchMode):
             with self._targeting(target):
                 return tensor.clone()
 
-        def on_host(like: torch.Tensor) -> torch.Tensor:
+        def allocate(like: torch.Tensor) -> torch.Tensor:
             with self._targeting(_Target(Kind.HOST, pinned=True)):
                 return torch.empty_like(like)
 
-        with replaced(torch.Tensor, to=to), host_memory(on_host):
+        with replaced(torch.Tensor, to=to), host_memory(allocate):
             yield
 
     def __enter__(self) -> MemoryTracker:

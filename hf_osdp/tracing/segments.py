@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..errors import DescriptionError
@@ -84,19 +84,15 @@ def held_by_recomputed(plain: Segment, recomputed: Segment) -> Affine:
     return _excess(recomputed.saved_bytes, plain.saved_bytes)
 
 
-def with_offloaded(plain: list[Segment], offloaded: list[Segment], offloadable: Collection[int]) -> list[Segment]:
-    """Set the bytes that offloading sends, and those that it frees on the device: fewer, if other segments hold
-    them too.
+def with_sent(kept: list[Segment], sent: list[Segment]) -> list[Segment]:
+    """Set the bytes that segments send to the host, and those that this frees on the device: fewer, if other segments
+    hold them too.
     """
-    found = []
-    for segment, other in zip(plain, offloaded, strict=True):
-        freed = _excess(segment.saved_bytes, other.saved_bytes)
-        found.append(
-            replace(segment, own_saved_bytes=freed, sent_bytes=other.sent_bytes)
-            if segment.unit in offloadable
-            else segment
-        )
-    return found
+    return [
+        one if other.sent_bytes == Affine()
+        else replace(one, own_saved_bytes=_excess(one.saved_bytes, other.saved_bytes), sent_bytes=other.sent_bytes)
+        for one, other in zip(kept, sent, strict=True)
+    ]  # fmt: skip
 
 
 def with_first_sample(segment: Segment, first: Segment) -> Segment:

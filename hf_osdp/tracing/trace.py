@@ -18,15 +18,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from ..errors import DescriptionError
-from ..modeling.activation_offload import host_memory, offload, tensors_of
+from ..modeling.activations import change_forward, host_memory, tensors_of
 from ..modeling.batch import Inputs, loss_of, output_of, same_random_numbers, traceable
 from ..modeling.build import checkpoint_blocks
 from ..modeling.replaced import replaced
 from ..modeling.split.apply import losses_of, untied_parts
 from ..modeling.units import canonical_name, modules_by_name, segment_modules
-from ..modeling.wrapping import cast_floating, recompute, under_autocast
+from ..modeling.wrapping import cast_floating, compile_forward, compiled_by, under_autocast
 from ..planner.affine import Affine
 from ..planner.description import GatherSpan, Recomputation, RecomputedSegment, Segment, UnitDescription
+from ..planner.placement import Activations
 from .attention import AttentionCall, Kernel
 from .compiled import TracedCompiler
 from .cuda_kernels import CudaKernels
@@ -44,7 +45,7 @@ from .segments import (
     linear_bytes,
     segments_of,
     with_first_sample,
-    with_offloaded,
+    with_sent,
 )
 
 _BUDGETS = (0.13, 0.28, 0.53, 0.78)
@@ -64,16 +65,14 @@ class TraceOptions:
     run: DescribeOptions
     checkpointed_blocks: Sequence[str] | None = None
     """Classes whose activations are recomputed in backward, see `checkpoint_blocks`; None for none."""
-    recomputable: Collection[int] = ()
-    """Indices of units, of one module each, that are also traced with each policy to recompute them
-    (`Segment.recomputed`).
+    blocks: Collection[int] = ()
+    """Indices of units, of one module each, that are also traced under each of the `choices`."""
+    choices: Sequence[Activations] = ()
+    """Choices of activations beside `SAVE`: one that recomputes stands for each policy to recompute
+    (`Segment.recomputed`), one on the host comes after the same on the device (`Segment.own_saved_bytes`).
     """
     compiled: Collection[int] = ()
     """Indices of units, of one module each, whose forward is compiled."""
-    offloadable: Collection[int] = ()
-    """Indices of units, of one module each, that are also traced as offloaded (`Segment.own_saved_bytes`),
-    recomputed or not.
-    """
     most_operators: float = math.inf
     """Operators that a unit may run in forward or backward, see `Recorder`."""
     is_short: bool = False
@@ -85,7 +84,7 @@ class TraceOptions:
     the line.
 
     A batch of one sample is no good point for a line: expanding a dimension of size 1 copies nothing, so torch runs
-    other code. Recomputed and offloaded blocks are traced at the last two.
+    other code. Other choices than `SAVE` are traced at the last two.
     """
 
 
@@ -128,23 +127,17 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
             raise
         samples = samples[-2:]  # batch norm of pooled features cannot train on a single sample
         records = tracer.run(samples)
-    # a second forward would change such buffers twice
-    options = replace(options, recomputable=frozenset(options.recomputable) - tracer.changing)
     fitted = functools.partial(segments_of, every_moment=options.is_short)
     first, plain = fitted(records, samples), fitted(records[-2:], samples[-2:])
     output_bytes = linear_bytes(tracer.output_bytes, samples)
 
-    def traced(recomputed: Mapping[int, Recomputation] = {}, offloaded: Collection[int] = ()) -> list[Segment]:
-        again = fitted(tracer.run(samples[-2:], recomputed, offloaded), samples[-2:])
+    def traced(choices: Mapping[int, Activations]) -> list[Segment]:
+        again = fitted(tracer.run(samples[-2:], choices), samples[-2:])
         if [segment.unit for segment in again] != [segment.unit for segment in plain]:
-            raise DescriptionError("The model runs other units when its blocks are recomputed or offloaded.")
+            raise DescriptionError("The model runs other units under other treatments of its activations.")
         return again
 
-    found = plain
-    if options.offloadable:
-        found = with_offloaded(found, traced(offloaded=options.offloadable), options.offloadable)
-    if options.recomputable:
-        found = _with_recomputed(found, traced, lambda: tracer.recomputed_calls, options)
+    found = _with_choices(plain, traced, tracer, options)
     return Trace(
         segments=tuple(
             with_first_sample(segment, single)
@@ -159,18 +152,35 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
     )
 
 
-def _with_recomputed(
-    plain: list[Segment],
-    traced: Callable[..., list[Segment]],
-    recomputed_calls: Callable[[], Mapping[int, Sequence[LoggedCall]]],
+def _with_choices(
+    plain: list[Segment], traced: Callable[[Mapping[int, Activations]], list[Segment]], tracer: _Tracer,
     options: TraceOptions,
-) -> list[Segment]:
-    """Return the segments, each with the traced policies to recompute it that are worth their bytes."""
-    fully = dict.fromkeys(options.recomputable, Recomputation())
-    full = traced(fully)
-    logs = recomputed_calls()
-    if options.offloadable:
-        full = with_offloaded(full, traced(fully, options.offloadable), options.offloadable)
+) -> list[Segment]:  # fmt: skip
+    """Return the segments under each choice of activations."""
+    found, fully, logs = {Activations.SAVE: plain}, dict[int, Activations](), dict[int, Sequence[LoggedCall]]()
+    for choice in options.choices:
+        choices = {unit: tracer.able(unit, choice) for unit in options.blocks}
+        if choice not in choices.values():
+            continue
+        segments = traced(choices)
+        if choice.kept in found:
+            found[choice.kept] = with_sent(found[choice.kept], segments)
+        else:
+            found[choice], fully, logs = segments, choices, tracer.recomputed_calls
+    plain, full = found[Activations.SAVE], found.get(Activations.RECOMPUTE)
+    fully = {unit: choice for unit, choice in fully.items() if choice.recomputes}
+    return plain if full is None else _with_recomputed(plain, full, fully, logs, traced, options)
+
+
+def _with_recomputed(
+    plain: list[Segment], full: list[Segment], fully: Mapping[int, Activations],
+    logs: Mapping[int, Sequence[LoggedCall]], traced: Callable[[Mapping[int, Activations]], list[Segment]],
+    options: TraceOptions,
+) -> list[Segment]:  # fmt: skip
+    """Return the segments, each with the traced policies to recompute it that are worth their bytes.
+
+    `full` are those of the fully recomputed units, `fully`, whose operators are in `logs`.
+    """
     device_type, samples = options.run.device_type, options.samples[-2]
     policies: dict[int, tuple[Recomputation, ...]] = {}
     for segment, recomputed in zip(plain, full, strict=True) if options.run.partial_recomputation else ():
@@ -181,8 +191,10 @@ def _with_recomputed(
             policies[segment.unit] = recomputations(logs[segment.unit], saved_bytes, device_type)[1:]
     traces = [full]
     for number in range(max(map(len, policies.values()), default=0)):
-        partially = {unit: policies[unit][min(number, len(policies[unit]) - 1)] for unit in policies if policies[unit]}
-        traces.append(traced(fully | partially))
+        partially = {
+            unit: Activations(recomputation=own[min(number, len(own) - 1)]) for unit, own in policies.items() if own
+        }
+        traces.append(traced({**fully, **partially}))
     found = []
     for index, segment in enumerate(plain):
         if segment.unit not in fully:
@@ -216,7 +228,7 @@ def _forwards_restored(model: nn.Module) -> Iterator[None]:
 
 
 class _Tracer:
-    """Run a fake copy of a model, each time with other policies to recompute and offload its blocks."""
+    """Run a fake copy of a model, each time with other choices of its blocks' activations."""
 
     def __init__(
         self, model: nn.Module, units: Sequence[UnitDescription], inputs: Inputs, options: TraceOptions
@@ -263,15 +275,13 @@ class _Tracer:
         self._compiler = TracedCompiler(self._mode, self._cuda)
         self.reads = OutsideReads(self._modules, units)
 
-    def run(
-        self, samples: Samples, recomputed: Mapping[int, Recomputation] = {}, offloaded: Collection[int] = ()
-    ) -> list[list[SegmentRecord]]:
-        """Return the segment records of each batch size."""
+    def run(self, samples: Samples, choices: Mapping[int, Activations] = {}) -> list[list[SegmentRecord]]:
+        """Return the segment records of each batch size, with these choices of units' activations."""
         run = self._options.run
         self._logs, self._equal_to, self.output_bytes = {}, {}, []
         with _forwards_restored(self._fake), ExitStack() as stack:
             stack.callback(self._compiler.close)
-            self._transform_blocks(recomputed, offloaded)
+            self._transform_blocks(choices)
             stack.enter_context(host_memory(lambda like: None))
             stack.enter_context(self.reads)
             if run.autocast and run.torch_dtype is not None:
@@ -283,23 +293,25 @@ class _Tracer:
         _refuse_fake_gradients(self._model)
         return records
 
-    def _transform_blocks(self, recomputed: Mapping[int, Recomputation], offloaded: Collection[int]) -> None:
-        """Compile, recompute and offload the blocks' forwards."""
+    def able(self, unit: int, choice: Activations) -> Activations:
+        """Return the part of a choice that a unit can do: a second forward would change some buffers twice, and
+        compiled blocks are not offloaded.
+        """
+        again = replace(choice, recomputation=None) if unit in self.changing else choice
+        return again.kept if unit in self._options.compiled else again
 
-        def block(index: int) -> nn.Module:
-            return self._modules[self._units[index].module_names[0]]
-
-        for index in self._options.compiled:
-            block(index).forward = self._compiler.compile(block(index).forward, recomputed.get(index))
-        for loss in losses_of(self._fake) if self._options.compiled else ():
-            loss.forward = self._compiler.compile(loss.forward)
-        for index, policy in recomputed.items():
-            if index not in self._options.compiled:
-                if not policy.saved_calls:
-                    block(index).forward = self._logged(index, block(index))
-                recompute(block(index), policy)
-        for index in offloaded:
-            offload(block(index))
+    def _transform_blocks(self, choices: Mapping[int, Activations]) -> None:
+        """Compile the blocks' forwards, and treat their activations as chosen."""
+        compiled = self._options.compiled
+        with compiled_by(self._compiler.compile):
+            for index in dict.fromkeys((*compiled, *choices)):
+                block, choice = self._modules[self._units[index].module_names[0]], choices.get(index, Activations.SAVE)
+                policy = choice.recomputation
+                if index not in compiled and policy is not None and not policy.saved_calls:
+                    block.forward = self._logged(index, block)
+                change_forward(block, choice, compiled=index in compiled)
+            for loss in losses_of(self._fake) if compiled else ():
+                compile_forward(loss)
 
     @property
     def recomputed_calls(self) -> dict[int, Sequence[LoggedCall]]:

@@ -128,11 +128,11 @@ def trained(name):
 
 def without_waits(name):
     """A training whose offloading does not wait for its copies."""
-    from hf_osdp.modeling.activation_offload import _OffloadedStorage
-    from hf_osdp.sharding.host_states import _Copies
+    from hf_osdp.modeling.activations import _OffloadedStorage
+    from hf_osdp.sharding import host
 
     _OffloadedStorage.wait = lambda storage: None
-    _Copies.wait = lambda copies: setattr(copies, "_held", [])
+    host._wait = lambda copies: None
     return trained(name)
 
 

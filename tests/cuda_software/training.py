@@ -15,14 +15,14 @@ from torch import nn
 from hf_osdp import OSDPGradScaler
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.units import find_units
-from hf_osdp.planner.description import Activations
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.training_job import Precision
 from hf_osdp.sharding.apply import apply_plan
-from hf_osdp.sharding.environment import host_parameters, move_to_device, mp_policy
+from hf_osdp.sharding.environment import move_to_device, mp_policy
 from hf_osdp.sharding.gradients import clip_grad_norm_
-from hf_osdp.sharding.host_states import bind_optimizer
-from hf_osdp.sharding.optimizer_steps import step_by_device
+from hf_osdp.sharding.host import host_parameters
+from hf_osdp.sharding.optimizer_steps import bind_optimizer, step_by_device
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.steps import micro_step
 from tests.helpers.distributed import run_ranks

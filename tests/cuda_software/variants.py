@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_osdp.planner.description import Activations
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.plan import UnitDecision
 from hf_osdp.planner.wire import WireFormat
 from tests.helpers.layouts import SELECTIVE

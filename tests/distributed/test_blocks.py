@@ -17,7 +17,8 @@ from hf_osdp import OptimalShardedDataParallel, OSDPConfig
 from hf_osdp.modeling import selective
 from hf_osdp.modeling.units import find_units
 from hf_osdp.modeling.wrapping import is_compiled, recompute
-from hf_osdp.planner.description import Activations, Recomputation
+from hf_osdp.planner.description import Recomputation
+from hf_osdp.planner.placement import Activations
 from hf_osdp.sharding.apply import apply_plan
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import SEQUENCE_LENGTH, tiny_batch, tiny_loss, tiny_model

@@ -20,8 +20,8 @@ from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
 from hf_osdp.sharding.apply import apply_plan
-from hf_osdp.sharding.environment import host_parameters
 from hf_osdp.sharding.gradients import total_norm
+from hf_osdp.sharding.host import host_parameters
 from hf_osdp.sharding.optimizer_steps import step_by_device
 from tests.helpers.architectures import batch_of, loss_of, tiny_architecture
 from tests.helpers.checkpointed import save_loop, worst

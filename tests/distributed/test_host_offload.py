@@ -18,7 +18,7 @@ from hf_osdp.errors import PlanMismatchError
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
 from hf_osdp.sharding.apply import apply_plan
-from hf_osdp.sharding.environment import host_parameters
+from hf_osdp.sharding.host import host_parameters
 from hf_osdp.sharding.optimizer_steps import parameter_names, rebind_parameters, step_by_device
 from hf_osdp.sharding.state import (
     full_optimizer_state_dict,

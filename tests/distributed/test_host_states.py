@@ -20,8 +20,7 @@ from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.gradients import local
-from hf_osdp.sharding.host_states import bind_optimizer
-from hf_osdp.sharding.optimizer_steps import step_by_device
+from hf_osdp.sharding.optimizer_steps import bind_optimizer, step_by_device
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.steps import micro_step
 from tests.helpers.checkpointed import save_loop, worst

@@ -38,9 +38,8 @@ from hf_osdp.quantities import format_seconds
 from hf_osdp.report.tables import plan_caption
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.gradients import local
-from hf_osdp.sharding.host_states import bind_optimizer
 from hf_osdp.sharding.optimizer import spec_of_optimizer, spec_of_optimizers
-from hf_osdp.sharding.optimizer_steps import step_by_device, step_on_shards
+from hf_osdp.sharding.optimizer_steps import bind_optimizer, step_by_device, step_on_shards
 from hf_osdp.sharding.optimizers.trial import after_step
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.tracing.describe import describe

@@ -15,7 +15,7 @@ import hf_osdp
 from hf_osdp.errors import PlanError
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
 from hf_osdp.modeling.units import find_units
-from hf_osdp.planner.description import Activations
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.split import WHOLE_BLOCKS

@@ -17,7 +17,8 @@ from hf_osdp.errors import OSDPError, UnreducedGradientError
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
 from hf_osdp.sharding.apply import apply_plan
-from hf_osdp.sharding.environment import host_parameters, move_to_device
+from hf_osdp.sharding.environment import move_to_device
+from hf_osdp.sharding.host import host_parameters
 from hf_osdp.sharding.optimizer_steps import step_by_device
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.weight_reads import WeightReads

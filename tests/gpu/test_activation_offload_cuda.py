@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from benchmarks.cuda_memory import allocated_bytes
-from hf_osdp.modeling import activation_offload as offloading
-from hf_osdp.modeling.activation_offload import offload, tensors_of
+from hf_osdp.modeling import activations as offloading
+from hf_osdp.modeling.activations import offload, tensors_of
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.offloading import WAYS, Way
 
@@ -112,12 +112,12 @@ def test_the_device_is_relieved_of_what_is_saved(way):
 def test_what_waits_lies_in_page_locked_memory():
     pinned, stock = [], offloading._page_locked
 
-    def host_memory(like: torch.Tensor) -> torch.Tensor:
+    def allocate(like: torch.Tensor) -> torch.Tensor:
         memory = stock(like)
         pinned.append(memory.is_pinned())
         return memory
 
-    with offloading.host_memory(host_memory):
+    with offloading.host_memory(allocate):
         gradients(changed(twelve_blocks(), offload), batch())
     assert pinned and all(pinned)
 
@@ -130,7 +130,7 @@ def test_copies_run_beside_the_forward_that_saves_and_end_with_it():
     x = torch.randn(8, 64, device=CUDA, requires_grad=True)
     block(x).sum().backward()  # so that memory is there, and no allocation waits
     torch.cuda.synchronize()
-    copies = offloading.copy_stream(CUDA)
+    copies = offloading._copy_stream(CUDA, False)
     with torch.cuda.stream(copies):
         torch.cuda._sleep(10**9)
     output = block(x)
@@ -145,7 +145,7 @@ def delay(model: nn.Module, dice: random.Random) -> None:
 
     def sleep(*_) -> None:
         if dice.random() < 0.3:
-            stream = dice.choice([torch.cuda.current_stream(CUDA), offloading.copy_stream(CUDA)])
+            stream = dice.choice([torch.cuda.current_stream(CUDA), offloading._copy_stream(CUDA, False)])
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(dice.randint(1, LONGEST_SLEEP))
 
@@ -184,7 +184,7 @@ def test_backward_that_ends_early_leaves_no_memory_behind(last, way):
     before = allocated_bytes()
     for _ in range(5):
         loss = loss_of(model, ids)
-        with torch.cuda.stream(offloading.copy_stream(CUDA)):
+        with torch.cuda.stream(offloading._copy_stream(CUDA, False)):
             torch.cuda._sleep(LONGEST_SLEEP)
         torch.autograd.grad(loss, model.get_parameter(last))
         del loss

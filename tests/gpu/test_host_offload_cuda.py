@@ -23,8 +23,9 @@ from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.training_job import OptimizerSpec, Precision, TrainingJob
 from hf_osdp.sharding.apply import apply_plan
-from hf_osdp.sharding.environment import form_process_group, host_parameters, move_to_device, mp_policy
+from hf_osdp.sharding.environment import form_process_group, move_to_device, mp_policy
 from hf_osdp.sharding.gradients import clip_grad_norm_
+from hf_osdp.sharding.host import host_parameters
 from hf_osdp.sharding.optimizer_steps import step_by_device
 from hf_osdp.sharding.state import (
     full_optimizer_state_dict,

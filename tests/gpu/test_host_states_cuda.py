@@ -14,8 +14,7 @@ from hf_osdp.planner.training_job import Precision
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.environment import form_process_group, move_to_device, mp_policy
 from hf_osdp.sharding.gradients import local
-from hf_osdp.sharding.host_states import bind_optimizer
-from hf_osdp.sharding.optimizer_steps import step_by_device
+from hf_osdp.sharding.optimizer_steps import bind_optimizer, step_by_device
 from hf_osdp.sharding.state import full_state_dict
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model

@@ -19,10 +19,9 @@ from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.split import OperatorSplit
 from hf_osdp.sharding.apply import apply_plan
-from hf_osdp.sharding.environment import host_parameters
 from hf_osdp.sharding.gradients import clip_grad_norm_
-from hf_osdp.sharding.host_states import bind_optimizer
-from hf_osdp.sharding.optimizer_steps import step_by_device, step_on_shards
+from hf_osdp.sharding.host import host_parameters
+from hf_osdp.sharding.optimizer_steps import bind_optimizer, step_by_device, step_on_shards
 from hf_osdp.sharding.optimizers import kind_of
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.steps import micro_step

@@ -7,14 +7,8 @@ from dataclasses import replace
 from torch import nn
 
 from hf_osdp.modeling.units import find_units
-from hf_osdp.planner.description import (
-    Activations,
-    DType,
-    GatherSpan,
-    ModelDescription,
-    Recomputation,
-    UnitDescription,
-)
+from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, Recomputation, UnitDescription
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.plan import Plan, UnitDecision
 
 SELECTIVE = Activations(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from hf_osdp.modeling.activation_offload import offload
+from hf_osdp.modeling.activations import offload
 from hf_osdp.modeling.wrapping import recompute
 
 Way = Callable[[nn.Module], None]

@@ -6,21 +6,21 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 from hf_osdp.distributed.collectives import Stages, plain_transport, unit_collectives
 from hf_osdp.distributed.fsdp_internals import AllGather, ReduceScatter, UnitGroup, owners, parameter_groups
 from hf_osdp.distributed.mesh import world_size
 from hf_osdp.distributed.wire import Replicas, WireTransport, transports
 from hf_osdp.errors import PlanMismatchError
-from hf_osdp.modeling.activation_offload import is_offloaded
+from hf_osdp.modeling.activations import activations_of
 from hf_osdp.modeling.units import modules_by_name
-from hf_osdp.modeling.wrapping import is_compiled, recomputation_of
+from hf_osdp.modeling.wrapping import is_compiled
 from hf_osdp.planner.decision import UnitDecision
-from hf_osdp.planner.description import Activations, GatherSpan, UnitDescription
+from hf_osdp.planner.description import GatherSpan, UnitDescription
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.wire import Wires
 from hf_osdp.sharding.apply import effective
+from hf_osdp.sharding.host import place_of
 
 
 def verify_applied(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> None:
@@ -70,7 +70,7 @@ def _read_unit(unit: UnitDescription, module: nn.Module, named: dict[tuple[int, 
     world, expected, groups = world_size(), _managed_names(unit), parameter_groups(module)
     if not expected:
         return UnitDecision(fqn=unit.fqn, shard_size=world, reshard_after_forward=False)
-    activations = Activations(recomputation=recomputation_of(module), offloads=is_offloaded(module))
+    activations = activations_of(module)
     if world == 1 and not groups:  # plain parameters, see `apply_plan`
         return UnitDecision(fqn=unit.fqn, shard_size=1, reshard_after_forward=False, activations=activations)
     if len(groups) != 1:
@@ -92,7 +92,7 @@ def _read_unit(unit: UnitDescription, module: nn.Module, named: dict[tuple[int, 
         reshard_after_forward=group.post_forward_mesh_info is not None,
         **_read_collectives(group),
         activations=activations,
-        on_host=isinstance(group.offload_policy, CPUOffloadPolicy),
+        **place_of(group)._asdict(),
     )
 
 
@@ -101,7 +101,7 @@ def _visible(planned: UnitDecision, module: nn.Module) -> UnitDecision:
     a plain unit.
     """
     shown = replace(planned, reduce_every_micro_step=True, states_on_host=False)
-    plain = world_size() == 1 and not planned.on_host and not parameter_groups(module)
+    plain = world_size() == 1 and not planned.away and not parameter_groups(module)
     return replace(shown, reshard_after_forward=False) if plain else shown
 
 

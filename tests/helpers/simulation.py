@@ -20,7 +20,8 @@ from transformers import (
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.cost.memory import MemoryEstimate, estimate_memory
 from hf_osdp.planner.decision import Batch, UnitLayout
-from hf_osdp.planner.description import Activations, GatherSpan, ModelDescription
+from hf_osdp.planner.description import GatherSpan, ModelDescription
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.split import WHOLE_BLOCKS, ModelSplit
 from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob

@@ -138,3 +138,26 @@ def test_a_limit_that_is_met_exactly_is_met_at_any_size(hidden):
     hardware, job = preset("a100-40", devices_per_node=4), TrainingJob(global_batch_size=32)
     least = least_memory(problem(description, hardware, job))
     assert search(problem(description, hardware, job, least)).plan.proven_optimal
+
+
+@pytest.mark.parametrize("layers", [2, 12])  # unit by unit, and as a long row
+def test_relaxation_knows_the_largest_gradient_that_comes_to_the_host(layers):
+    hardware = preset("a100-80", devices_per_node=4)
+    job = TrainingJob(global_batch_size=64, micro_batch_size=1, host_offload=True)
+    one = problem(transformer(layers=layers, hidden=64, vocabulary=500, sequence_length=32), hardware, job)
+    (batch,) = batches(job, hardware.world_size)
+    *_, space = search_spaces(one, batch)
+    timeline = build_timeline(BatchCosts(one, batch), space)
+    away = {group: {max(group.options, key=lambda o: o.bytes.host_moment)} for group in timeline.groups}
+    kept = timeline.keeping(away)
+    chosen = [option for group in kept.groups for option in group.options for _ in group.units]
+    held, moment = sum(o.host for o in chosen), max(o.bytes.host_moment for o in chosen)
+    assert moment > 0
+
+    def relaxed(host_bytes: int):
+        program = Program(replace(kept, host_limit_bytes=host_bytes), job, 2**50, linear=True)
+        program.minimize_seconds(1.0)
+        return program.relax(gap=1e-7, most_work=1.0)
+
+    assert relaxed(held + moment) is not None
+    assert relaxed(held + moment // 2) is None

@@ -124,7 +124,10 @@ def _peaks(description: ModelDescription, job: TrainingJob, root, terms, choices
 
     def costs(segment: Segment, name: str) -> np.ndarray:
         block = segment.unit - 1
-        forms = [SegmentBytes.of(segment.under(choice.activations), GatherSpan.USE, 1) for choice in choices[block]]
+        forms = [
+            SegmentBytes.of(segment.under(choice.activations.recomputation), GatherSpan.USE, 1)
+            for choice in choices[block]
+        ]
         return np.array([getattr(form, name) for form in forms], dtype=np.int64)[table[block]]
 
     def moment(level) -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from hf_osdp.errors import HardwareError
 from hf_osdp.planner.affine import Affine
-from hf_osdp.planner.description import Activations, Segment
+from hf_osdp.planner.description import Segment
 from hf_osdp.planner.hardware import Backend
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planner.training_job import TrainingJob

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from hf_osdp.errors import OSDPError, PlanError, ProfileError
 from hf_osdp.planner.decision import UnitDecision
-from hf_osdp.planner.description import Activations, DType
+from hf_osdp.planner.description import DType
 from hf_osdp.planner.hardware import (
     Backend,
     CodecTime,
@@ -33,6 +33,7 @@ from hf_osdp.planner.hardware import (
     Link,
     WorkTime,
 )
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.profile import Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
 from hf_osdp.planner.search.search import search

@@ -15,7 +15,8 @@ from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.memory import SegmentBytes, estimate_memory, gathered_ahead, resident_bytes
 from hf_osdp.planner.cost.units import merged_gradients, reduce_input, unit_bytes
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
-from hf_osdp.planner.description import Activations, GatherSpan, ModelDescription, Segment
+from hf_osdp.planner.description import GatherSpan, ModelDescription, Segment
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from tests.helpers.descriptions import at_random
 from tests.helpers.properties import holds
@@ -41,7 +42,7 @@ class Sums:
         ]
         recomputes = any(choice.activations.recomputes for choice in choices)
         held = [
-            s.under(choices[s.unit].activations).held_bytes.bytes(self.samples) if recomputes else 0
+            s.under(choices[s.unit].activations.recomputation).held_bytes.bytes(self.samples) if recomputes else 0
             for s in description.segments
         ]
         self.bytes = [replace(terms, saved=terms.saved + more) for terms, more in zip(own, held, strict=True)]

@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.decision import Batch
-from hf_osdp.planner.description import Activations
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.training_job import TrainingJob
 from hf_osdp.tracing.describe import describe
 from tests.helpers.simulation import choices_of_layout, estimate_and_simulation

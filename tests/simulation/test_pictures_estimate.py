@@ -9,7 +9,8 @@ import pytest
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.modeling.catalogue import find_shape
 from hf_osdp.planner.cost.memory import estimate_memory
-from hf_osdp.planner.description import Activations, DType
+from hf_osdp.planner.description import DType
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planner.training_job import Precision, TrainingJob

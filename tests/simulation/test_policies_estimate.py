@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 
-from hf_osdp.planner.description import Activations
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.split import ModelSplit, OperatorSplit
 from hf_osdp.planner.training_job import OptimizerStep
 from tests.helpers.sampling import slow_but

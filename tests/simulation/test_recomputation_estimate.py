@@ -15,7 +15,8 @@ from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.decision import Batch, UnitLayout
-from hf_osdp.planner.description import Activations, GatherSpan, ModelDescription, Recomputation
+from hf_osdp.planner.description import GatherSpan, ModelDescription, Recomputation
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.split import ModelSplit
 from hf_osdp.planner.training_job import Precision, TrainingJob
 from hf_osdp.tracing.describe import describe

@@ -9,10 +9,12 @@ from functools import partial
 from itertools import starmap
 
 from ..decision import Batch, UnitLayout, communicators_of
-from ..description import Activations, GatherSpan, ModelDescription, Segment
+from ..description import GatherSpan, ModelDescription, Segment
 from ..hardware import Hardware
+from ..placement import Activations
 from ..training_job import OptimizerStep, TrainingJob
-from .units import UnitBytes, gradients_arriving, merged_gradients, once_per_shape, pinned_bytes, unit_bytes
+from .placement import saved_bytes
+from .units import UnitBytes, gradients_arriving, merged_gradients, once_per_shape, unit_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +71,6 @@ class SegmentBytes:
     forward_peak: int
     backward_peak: int
     host: int
-    """Page-locked memory of the host, whose tensors are rounded up to powers of two. A block's input is one tensor,
-    rounded exactly; the sizes of other saved tensors are unknown, so that their sum is doubled."""
 
     @classmethod
     def of(
@@ -84,20 +84,17 @@ class SegmentBytes:
     ) -> SegmentBytes:
         """Return the terms at a micro-batch size under a choice of activations; `recomputes`: some block is
         recomputed.
-
-        Offloaded activations leave the device at the end of forward and return at the start of backward.
         """
-        form = segment.under(activations)
-        sent = form.sent_bytes.bytes(samples) if activations.offloads else 0
+        form = segment.under(activations.recomputation)
         saved = form.saved_bytes.change(samples) if span is GatherSpan.STEP else form.saved_bytes.bytes(samples)
         saved += form.held_bytes.bytes(samples) if recomputes else 0
-        left = max(0, saved - form.own_saved_bytes.bytes(samples)) if activations.offloads else saved
+        left, host = saved_bytes(form, saved, samples, activations)
         return cls(
             saved=left,
             gradient=form.gradient_bytes.bytes(samples),
             forward_peak=form.forward.peak_bytes.bytes(samples),
             backward_peak=form.backward.peak_bytes.bytes(samples) + saved - left,
-            host=pinned_bytes(sent) if activations == Activations.RECOMPUTE_OFFLOAD else 2 * sent,
+            host=host,
         )
 
     @classmethod
@@ -150,8 +147,8 @@ def estimate_memory(
     """Return every moment of one optimizer step on the fullest rank; `layouts` has one layout per unit, in the
     description's order.
     """
-    on_host = any(layout.on_host for layout in layouts)
-    unit_terms = partial(unit_bytes, world_size=world_size, job=job, batch=batch, beside_host=on_host)
+    away = any(layout.away for layout in layouts)
+    unit_terms = partial(unit_bytes, world_size=world_size, job=job, batch=batch, beside_host=away)
     pairs = zip(range(len(description.units)), layouts, strict=True)
     units = [*starmap(once_per_shape(description.units, unit_terms), pairs)]
     recomputes = any(layout.activations.recomputes for layout in layouts)

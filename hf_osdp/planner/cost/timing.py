@@ -10,11 +10,13 @@ from typing import NamedTuple
 
 from ..affine import Affine
 from ..decision import Batch, UnitLayout
-from ..description import Activations, GatherSpan, ModelDescription, PhaseCost, UnitDescription
+from ..description import GatherSpan, ModelDescription, PhaseCost, UnitDescription
 from ..hardware import Collective, Hardware
+from ..placement import Activations
 from ..training_job import TrainingJob
 from .collectives import TWO_STAGE
-from .units import UnitSeconds, host_of, once_per_shape, queue_seconds, unit_seconds
+from .placement import NO_TRANSFER, HostTransfer, host_transfers
+from .units import UnitSeconds, once_per_shape, queue_seconds, unit_seconds
 
 ACTIVATIONS = "activations"
 """The stream that copies activations to the host and back."""
@@ -90,7 +92,7 @@ def phases(
     """Return the device's seconds and the CPU's seconds to issue them, of each segment's forward and backward in turn;
     all units have the same choice of activations.
     """
-    costs = (segment.under(activations) for segment in description.segments)
+    costs = (segment.under(activations.recomputation) for segment in description.segments)
     return [
         (
             max(0.0, phase_affine(phase, description, hardware)(samples)),
@@ -152,38 +154,6 @@ def unit_work(
         before = saved
     windows = tuple(replace(first, later=tuple(later)) for first, *later in (made or [Windows()] for made in calls))
     return tuple(compute_s), windows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostTransfer:
-    """Seconds of the copies of a unit's activations to the host and back, in one micro-step."""
-
-    out: float = 0.0
-    back_beside: float = 0.0
-    """The copy back, if it can overlap backward."""
-    back_before: float = 0.0
-    """The copy back, if backward needs the activations at its start, so that nothing overlaps it."""
-    traffic: float = 0.0
-    """Time in which both copies use the device's memory bandwidth, which compute lacks."""
-
-
-def host_transfers(
-    description: ModelDescription, hardware: Hardware, samples: int, activations: Activations
-) -> tuple[HostTransfer, ...]:
-    """Return each unit's copies under its own choice of activations; HardwareError if they need a host that is not
-    known.
-    """
-    transfers = [HostTransfer()] * len(description.units)
-    for segment in description.segments if activations.offloads else ():
-        host, nbytes = host_of(hardware), segment.under(activations).sent_bytes.bytes(samples)
-        back = nbytes / host.to_device_bytes_per_s
-        transfers[segment.unit] = HostTransfer(
-            out=nbytes / host.to_host_bytes_per_s,
-            back_beside=0.0 if activations.recomputes else back,
-            back_before=back if activations.recomputes else 0.0,
-            traffic=2 * nbytes / hardware.device.memory_bytes_per_s,
-        )
-    return tuple(transfers)
 
 
 class UnitTimer:
@@ -277,7 +247,7 @@ class Overlap(NamedTuple):
 
 
 def overlaps_of(
-    terms: UnitSeconds, layout: UnitLayout, windows: Windows, batch: Batch, transfer: HostTransfer = HostTransfer()
+    terms: UnitSeconds, layout: UnitLayout, windows: Windows, batch: Batch, transfer: HostTransfer = NO_TRANSFER
 ) -> Iterator[Overlap]:
     """Yield a unit's communication in an optimizer step, in the order of a step."""
     (gather, scatter), reduce = TWO_STAGE.values() if layout.two_stage else TWO_STAGE.keys(), Collective.ALL_REDUCE
@@ -298,7 +268,7 @@ def unit_time(
     windows: Windows,
     compute_s: float,
     batch: Batch,
-    transfer: HostTransfer = HostTransfer(),
+    transfer: HostTransfer = NO_TRANSFER,
 ) -> UnitTime:
     """Return one unit's time in an optimizer step, from the terms of its layout."""
     found = [

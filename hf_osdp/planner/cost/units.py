@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TypeVar
 
-from ...errors import HardwareError
 from ..decision import LAYOUT_FIELDS, Batch, UnitLayout
 from ..description import DType, GatherSpan, ModelDescription, ParameterSpec, UnitDescription, shard_dim
-from ..hardware import Collective, Hardware, HostSpec
-from ..training_job import OptimizerSpec, OptimizerStep, TrainingJob
+from ..hardware import Collective, Hardware
+from ..training_job import TrainingJob
 from .collectives import messages, sharded_seconds, unit_collective_seconds
+from .placement import shard_bytes, shard_seconds
 
 T = TypeVar("T")
 layout_key = attrgetter(*(name for name in LAYOUT_FIELDS if name != "activations"))
@@ -23,10 +23,19 @@ layout_key = attrgetter(*(name for name in LAYOUT_FIELDS if name != "activations
 class UnitBytes:
     """Memory terms of one unit under one layout, in bytes."""
 
-    parameters: int
+    parameters: int = 0
     """Sharded parameters, held during the whole step."""
-    optimizer: int
+    optimizer: int = 0
     """Optimizer states, held during the whole step."""
+    step_scratch: int = 0
+    """Temporaries of the optimizer step."""
+    states_passing: int = 0
+    """Most bytes on the device while parameters step one by one: a unit's states from the host with temporaries of one
+    parameter, or temporaries of one matrix."""
+    host: int = 0
+    """Parameters, gradients and optimizer states on the host; no other term includes them."""
+    host_moment: int = 0
+    """A gradient on the host that is added to the held one; one at a time over all units."""
     gradients_held: int
     """Gradients from earlier micro-steps, held during the whole micro-step."""
     gradients_after: int
@@ -72,15 +81,6 @@ class UnitBytes:
     """Output of the reduce-scatter, without the part that becomes the gradient."""
     kept: int
     """Gathered parameters that stay between forward and backward."""
-    step_scratch: int
-    """Temporaries of the optimizer step."""
-    host: int
-    """Parameters, gradients and optimizer states on the host; no other term includes them."""
-    states_passing: int = 0
-    """Most bytes on the device while parameters step one by one: a unit's states from the host with temporaries of one
-    parameter, or temporaries of one matrix."""
-    host_moment: int = 0
-    """A gradient on the host that is added to the held one; one at a time over all units."""
     waiting_gradients: int = 0
     """Gradients of all calls but the first, whole until the first call's backward (`GatherSpan.CALLS`)."""
 
@@ -177,9 +177,9 @@ def unit_bytes(
     flight after it.
     """
     g, precision, trainable = layout.shard_size, job.precision, unit.trainable
-    shards = [p.sharded_bytes(g) for p in trainable]
-    gradients = 0 if layout.on_host else sum(shards)
-    copies = runs_fsdp(unit, world_size, job) or layout.on_host
+    shards = sum(p.sharded_bytes(g) for p in trainable)
+    gradients = 0 if layout.away else shards
+    copies = runs_fsdp(unit, world_size, job) or layout.away
     gathered = _nbytes(unit.parameters, precision.gathered_dtype, g) if copies else 0
     scatter_input = reduce_input(unit, g, job)
     reduced = scatter_input // g
@@ -193,9 +193,9 @@ def unit_bytes(
         holds, accumulates = False, batch.accumulation_steps > 1
     partial = accumulates and g < world_size  # reduced in the shard group, not yet between replicas
     held = whole if holds else reduced if partial else gradients if accumulates else 0
-    output = reduced if copies and (recast or accumulates or layout.on_host) else 0
-    if layout.on_host and recast:  # cast on the device, then copied to the host
-        output += sum(shards)
+    output = reduced if copies and (recast or accumulates or layout.away) else 0
+    if layout.away and recast:  # cast on the device, then copied
+        output += shards
     # while units are reduced at the end, gradients of the others are shards
     joins = holds and not unit.reduced_at_end
     last, copy = (
@@ -203,15 +203,14 @@ def unit_bytes(
     )
     if joins:  # all whole gradients but those in loop variables are freed before the output is allocated
         output = max(0, reduced + (gradients if recast else 0) + last - whole)
-    kept_back = reduced if g < world_size and (recast or layout.on_host) else 0
-    states = sum(job.optimizer.state_bytes(p, g) for p in trainable)
-    scratch = 0 if layout.on_host else _step_scratch(shards, job)
-    matrix = 0 if layout.on_host else max((job.optimizer.matrix_scratch(p, g) for p in trainable), default=0)
+    kept_back = reduced if g < world_size and (recast or layout.away) else 0
     # held gradients are freed when they are reduced: only the excess of `kept_back` over them counts
     beside = max(0, kept_back + gradients - whole) if joins else kept_back
+    terms = shard_bytes(unit, layout, job)
+    if partial or not accumulates:
+        terms["host_moment"] = 0
     return UnitBytes(
-        parameters=0 if layout.on_host else sum(p.sharded_bytes(g) for p in unit.parameters),
-        optimizer=0 if layout.on_host or layout.states_on_host else states,
+        **terms,
         gradients_held=held,
         gradients_after=0 if holds else gradients - held,
         gradients_settled=gradients - whole + kept_back - beside if holds else 0,
@@ -230,12 +229,6 @@ def unit_bytes(
         reduce_tail=scatter_input if copies or beside_host else 0,
         reduce_output=output,
         kept=0 if layout.reshard_after_forward else gathered,
-        step_scratch=0 if layout.states_on_host else scratch,
-        states_passing=states + max(matrix, _step_scratch([max(shards, default=0)], job))
-        if layout.states_on_host
-        else matrix,
-        host=_host_bytes(unit, layout, job),
-        host_moment=max(shards, default=0) if layout.on_host and accumulates and not partial else 0,
     )
 
 
@@ -286,27 +279,19 @@ def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, 
     """Return the time terms of `unit` under `layout`."""
     g = layout.shard_size
     gathered, reduced = _nbytes(unit.parameters, job.precision.gathered_dtype, g), reduce_input(unit, g, job)
-    shards = [p.sharded_bytes(g) for p in unit.trainable]
+    brought, taken, update = shard_seconds(unit, layout, hardware, job)
     gather, scatter, replicas = unit_collective_seconds(unit, layout, hardware, gathered, reduced)
     copy_out, copy_in = 0.0, 0.0
-    if runs_fsdp(unit, hardware.world_size, job) or layout.on_host:
+    if runs_fsdp(unit, hardware.world_size, job) or layout.away:
         again = (_nbytes(_copied(ps, g), job.precision.gathered_dtype) for ps in (unit.parameters, unit.trainable))
         copy_out, copy_in = _copy_seconds(unit, g, gathered + next(again), reduced + next(again), hardware)
-    if layout.on_host:
-        host = host_of(hardware)
-        brought = sum(p.sharded_bytes(g) for p in unit.parameters) / host.to_device_bytes_per_s
-        scatter += sum(shards) / host.to_host_bytes_per_s
-        if g == 1:  # FSDP2 copies replicas to the device on the compute stream
-            copy_out += brought
-        else:
-            gather += brought
-    update = _update_seconds(shards, hardware, job, on_host=layout.on_host)
+    scatter += taken
+    if g == 1:  # FSDP2 copies replicas to the device on the compute stream
+        copy_out += brought
+    else:
+        gather += brought
     sizes = [job.optimizer.gathered_bytes(p, g) for p in unit.trainable]
     gathers = sum(sharded_seconds(hardware, Collective.ALL_GATHER, g, 1, nbytes) for nbytes in sizes if nbytes)
-    if layout.states_on_host:  # one unit's copy to the device overlaps another's copy to the host
-        host = host_of(hardware)
-        slower = min(host.to_device_bytes_per_s, host.to_host_bytes_per_s)
-        update += sum(job.optimizer.state_bytes(p, g) for p in unit.trainable) / slower
     frees = layout.reshard_after_forward
     return UnitSeconds(
         gather_forward=gather,
@@ -348,34 +333,6 @@ def queue_seconds(
     return gather, last / batch.accumulation_steps + (gather if layout.reshard_after_forward else 0.0)
 
 
-def host_of(hardware: Hardware) -> HostSpec:
-    """Return the host of the devices; HardwareError if it is not known."""
-    if hardware.host is None:
-        raise HardwareError(
-            f"The plan puts states or activations on the host, but the host of {hardware.device.name} is not known;"
-            " measure it by"
-            " hf-osdp profile."
-        )
-    return hardware.host
-
-
-def _update_seconds(shards: Sequence[int], hardware: Hardware, job: TrainingJob, *, on_host: bool) -> float:
-    """Return the time of the optimizer step on a rank's shards, and of clipping, which reads each gradient twice
-    and writes it once.
-    """
-    device, optimizer, tensors, nbytes = hardware.device, job.optimizer, len(shards), sum(shards)
-    if on_host:
-        clipped = 3 if job.clips_gradients else 0
-        return (optimizer.traffic_per_element() + clipped) * nbytes / host_of(hardware).update_bytes_per_s
-    if hardware.fsdp_overhead is None or hardware.backend.overlaps:
-        update = optimizer.traffic_per_element() * nbytes / device.memory_bytes_per_s
-    else:
-        share = optimizer.traffic_per_element() / OptimizerSpec().traffic_per_element()  # AdamW was measured
-        update = share * hardware.fsdp_overhead.updates[optimizer.step](tensors, nbytes)
-    dispatch = 0.0 if hardware.backend.overlaps else 2 * tensors * device.operator_s
-    return update + (3 * nbytes / device.memory_bytes_per_s + dispatch if job.clips_gradients else 0.0)
-
-
 def _nbytes(parameters: Iterable[ParameterSpec], dtype_of: Callable[[ParameterSpec], DType], g: int = 1) -> int:
     """Return the bytes of whole parameters in a dtype, padded for a group of `g` ranks."""
     return sum(g * p.sharded_numel(g) * dtype_of(p).itemsize for p in parameters)
@@ -403,7 +360,7 @@ def _cast_buffer(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) ->
             p.numel * job.precision.gathered_dtype(p).itemsize,
             job.precision.gathered_dtype(p) is not p.dtype,
         )
-        brought = p.numel * p.dtype.itemsize if layout.on_host else 0
+        brought = p.numel * p.dtype.itemsize if layout.away else 0
         source = whole if cast else brought
         highest = max(highest, done + brought + (whole if cast else 0), done + source + whole)
         done += whole
@@ -418,32 +375,3 @@ def _reduce_stage(unit: UnitDescription, layout: UnitLayout, world_size: int, jo
         message.reduce_buffers(separate_sums=apart) for message in messages(unit, layout, world_size)[1:]
     )
     return max(stage + codes, replicas)
-
-
-def _host_bytes(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) -> int:
-    """Return a unit's bytes on the host.
-
-    Tensors that are copied are in page-locked memory, each rounded up to a power of two.
-    """
-    g = layout.shard_size
-    if layout.states_on_host:
-        return sum(pinned_bytes(nbytes) for p in unit.trainable for nbytes in job.optimizer.state_tensors(p, g))
-    if not layout.on_host:
-        return 0
-    pinned = sum((1 + p.requires_grad) * pinned_bytes(p.sharded_bytes(g)) for p in unit.parameters)
-    return pinned + sum(job.optimizer.state_bytes(p, g) for p in unit.trainable)
-
-
-def pinned_bytes(nbytes: int) -> int:
-    """Return the bytes rounded up to a power of two, as torch allocates page-locked memory
-    (`CachingHostAllocatorImpl::allocate`).
-    """
-    return 1 << (nbytes - 1).bit_length() if nbytes else 0
-
-
-def _step_scratch(shards: Sequence[int], job: TrainingJob) -> int:
-    if job.optimizer.step is OptimizerStep.FOREACH:
-        return sum(shards)
-    return (
-        int(job.optimizer.loop_scratch * max(shards, default=0)) if job.optimizer.step is OptimizerStep.FOR_LOOP else 0
-    )

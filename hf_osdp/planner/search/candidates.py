@@ -14,7 +14,7 @@ from ...quantities import format_bytes
 from ..cost.memory import MemoryEstimate, SegmentBytes, estimate_memory, peak_of_terms
 from ..cost.units import UnitBytes
 from ..decision import Batch, Space, UnitLayout
-from ..description import Activations
+from ..placement import Activations
 from ..problem import PlanningProblem, Strategy
 from .options import Option, Timeline
 from .program import Program
@@ -175,9 +175,8 @@ def possible_candidates(problem: PlanningProblem) -> list[Candidate]:
         least = min(candidate.timeline.least_host_bytes for candidate in every)
         raise HardwareError(
             f"States and activations on the host need {format_bytes(least)} of its memory for each rank, but it has"
-            f" {format_bytes(every[0].timeline.host_limit_bytes)} ({problem.hardware.device.name}). Leave host_offload"
-            " and"
-            " offload_activations to the planner, or use more devices."
+            f" {format_bytes(every[0].timeline.host_limit_bytes)} ({problem.hardware.device.name}). Leave"
+            f" {' and '.join(problem.job.asked)} to the planner, or use more devices."
         )
     if all(candidate.floor_bytes > UNLIMITED for candidate in fitting):
         raise OSDPError(

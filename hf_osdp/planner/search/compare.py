@@ -7,10 +7,12 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ...errors import DescriptionError, InfeasibleError
 from ...quantities import format_bytes
 from ..description import ModelDescription
+from ..placement import HOST_OPTIONS
 from ..problem import PlanningProblem, Strategy
 from ..split import ModelSplit
 from .search import SearchResult, fastest_without_limit, least_memory, search, search_or_floor
@@ -86,10 +88,10 @@ def as_scripts_run(problem: PlanningProblem, *, recompute: bool) -> PlanningProb
     Without recomputation it has the defaults of Accelerate's FSDP2, which reduces gradients in the compute dtype.
     """
     job, precision = problem.job, problem.job.precision
+    places: dict[str, Any] = {name: name in job.asked for name in HOST_OPTIONS}
     fixed = replace(
-        job, recompute=recompute, host_offload=bool(job.host_offload), offload_optimizer=bool(job.offload_optimizer),
-        offload_activations=bool(job.offload_activations),
-        communication=None, precision=precision if recompute else replace(precision, reduce=None),
+        job, recompute=recompute, **places, communication=None,
+        precision=precision if recompute else replace(precision, reduce=None),
     )  # fmt: skip
     return replace(problem, job=fixed)
 

@@ -49,7 +49,8 @@ class Option:
     """In backward until gradients are reduced, without the reduce buffer in flight and the prefetched gather."""
     reduce_peak: int = 0
     """While gradients are reduced, without the prefetched gather."""
-    activations_on_host: int = 0
+    host: int = 0
+    """Bytes of states and activations on the host."""
     meshes: frozenset[Mesh] = frozenset()
     """Meshes that the layout needs."""
     structure: int = 0
@@ -77,11 +78,6 @@ class Option:
     def order(self) -> tuple[int, int]:
         """Sort key of the rule, in the order of backward."""
         return (0, self.transient) if self.change < 0 else (1, self.change - self.transient)
-
-    @property
-    def host(self) -> int:
-        """Bytes of states and activations on the host."""
-        return self.bytes.host + self.activations_on_host
 
     @functools.cached_property
     def parts(self) -> frozenset[Hashable]:

@@ -77,14 +77,15 @@ class Program(IntegerModel):
         """
         if not any(option.host for group in self._groups for option in group.options):
             return
-        held = self._sum(self._groups.values(), lambda o: o.host)
-        self._model.add(held <= self._timeline.host_limit_bytes)
-        for own in () if self._linear else self._groups.values():
-            for option, _, used in own.runs():
-                if option.bytes.host_moment:
-                    self._model.add(
-                        held + option.bytes.host_moment <= self._timeline.host_limit_bytes
-                    ).only_enforce_if(used)
+        most = self._timeline.host_limit_bytes
+        highest = self._model.new_int_var(-most, most, "")
+        self._model.add(self._sum(self._groups.values(), lambda o: o.host) + highest <= most)
+        self._model.add(highest >= 0)  # its domain is symmetric, so that the linear solvers scale it
+        for own in self._groups.values():
+            for of_unit in (own.of_first, own.of_last) if len(own.group.units) > 1 else (own.of_first,):
+                self._model.add(highest >= of_unit(lambda o: o.bytes.host_moment))
+        for nbytes, literal in self._taken(lambda o: {o.bytes.host_moment} - {0}).items():
+            self._model.add(highest >= nbytes * literal)
 
     def limit_parts(self, most: int) -> None:
         """Constrain the number of a plan's parts (`Option.parts`)."""

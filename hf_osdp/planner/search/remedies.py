@@ -11,6 +11,7 @@ from ...quantities import format_bytes
 from ..cost.memory import MemoryEstimate
 from ..description import ModelDescription, Segment
 from ..optimizers import SMALL_STATES
+from ..placement import HOST_OPTIONS, STATE_OPTIONS
 from ..plan import Plan
 from ..problem import PlanningProblem, Strategy
 from ..training_job import OptimizerSpec, Precision
@@ -103,7 +104,7 @@ def _settings(problem: PlanningProblem) -> Iterator[Remedy]:
             getattr(job, name) is False and (name == "recompute" or problem.hardware.host is not None),
             {name: None},
         )
-        for name in ("recompute", "host_offload", "offload_optimizer", "offload_activations")
+        for name in ("recompute", *HOST_OPTIONS)
     ]
     if job.micro_batch_size is not None:
         changes.append(
@@ -111,8 +112,8 @@ def _settings(problem: PlanningProblem) -> Iterator[Remedy]:
         )
     element_wise = {"optimizer": OptimizerSpec(step=job.optimizer.step)}
     small, small_states = SMALL_STATES
-    on_device = {"optimizer": small, "host_offload": False, "offload_optimizer": False}
-    plain = job.optimizer.name == "adamw" and not (job.host_offload or job.offload_optimizer)
+    on_device = {"optimizer": small, **dict.fromkeys(STATE_OPTIONS, False)}
+    plain = job.optimizer.name == "adamw" and not set(job.asked) & set(STATE_OPTIONS)
     sharded = "an element-wise optimizer, which may be sharded"
     adamw = Remedy(f"{sharded} (optim='adamw_torch')", f"{sharded} (--optimizer adamw)")
     changes += [(adamw, job.optimizer.needs_whole, element_wise), (small_states, plain, on_device)]

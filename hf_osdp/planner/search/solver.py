@@ -29,7 +29,9 @@ _FEW, _MORE = 12, 4
 """Options of each group in the search for a first plan, and the factor by which they grow while none is found."""
 _FIRST_GAP = 1e-3
 """Relative gap of the search for a first plan, which only bounds the search after it."""
-_SCIP_WORK, _MOST_NODES, _MOST_WORK = 25.0, 100, 8.0
+_CLOSE = 1e-5
+"""Relative gap that a node may leave after much work; no rate is known as well."""
+_SCIP_WORK, _MOST_NODES, _MOST_WORK = 10.0, 100, 8.0
 """Limits of one search: SCIP's work at one node; nodes of branch and bound; CP-SAT's work. Beyond them the search
 returns its best plan, with the gap that it proved. Work is in deterministic seconds: no limit depends on a clock, so
 that equal problems always give equal plans."""
@@ -171,7 +173,8 @@ class BranchAndBound:
         """
         kept = node.kept
         for whole in (False, True):
-            program = self._program(kept, node.patterns, linear=True, cheaper=self._most_parts is not None)
+            cheaper = self._found is None or self._most_parts is not None
+            program = self._program(kept, node.patterns, linear=True, cheaper=cheaper)
             relaxed = self._relaxed(program, gap=max(self._gap, MIN_GAIN) if whole else None)
             if relaxed is None:
                 if self._most_parts is not None and not program.infeasible:
@@ -203,8 +206,12 @@ class BranchAndBound:
 
     def _solve_cheaper(self, node: _Node) -> None:
         """Solve a node once more over whole numbers, in another way: only for plans faster than the best, and without
-        presolving. What takes SCIP long in one way is often quick in another.
+        presolving. What takes SCIP long in one way is often quick in another. Leave a node that can gain next to
+        nothing.
         """
+        if node.bound >= self._best * (1 - _CLOSE):
+            self._leave(node.bound)
+            return
         program = self._program(node.kept, node.patterns, linear=True, cheaper=True)
         relaxed = self._relaxed(program, gap=MIN_GAIN, presolve=False)
         bound = node.bound if relaxed is None else max(node.bound, relaxed.bound)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ...errors import HardwareError
+from ...errors import refuse_first
 from ..affine import Affine
+from ..cost.placement import host_of
 from ..cost.units import shape_ids
 from ..decision import Batch, Space, UnitLayout, layouts_for
-from ..description import Activations, GatherSpan, ModelDescription, Recomputation, UnitDescription
+from ..description import GatherSpan, UnitDescription
 from ..hardware import Hardware
+from ..placement import ACTIVATION_OPTION, WITHOUT_FSDP, Activations, Place, activation_choices
 from ..problem import PlanningProblem, Strategy
 from ..training_job import TrainingJob, divisors
 from .wires import with_wires
@@ -31,8 +33,7 @@ class _Allowed:
     activations: tuple[Activations, ...] = (Activations.SAVE,)
     saves_operators: bool = False
     """Whether each unit may use all of its own policies to recompute."""
-    on_host: tuple[bool, ...] = (False,)
-    states_on_host: tuple[bool, ...] = (False,)
+    places: tuple[Place, ...] = (Place(),)
 
 
 def batches(job: TrainingJob, world_size: int) -> Iterator[Batch]:
@@ -44,41 +45,34 @@ def batches(job: TrainingJob, world_size: int) -> Iterator[Batch]:
 def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
     """Return the search spaces of a strategy; the best plan over all of them is the strategy's best plan.
 
-    Under `osdp` each unit may take any layout, recompute or save, offload saved activations or keep them, hold
-    gradients or reduce them. A single strategy gives all units the same layout; each combination of the other choices,
-    the same for all blocks, is one space. `osdp` has one space. It has two on one device with a host, and if segments
+    Under `osdp` each unit may take any layout, place and treatment of activations, and hold gradients or reduce them.
+    A single strategy gives all units the same layout; each combination of the other choices, the same for all blocks,
+    is one space. `osdp` has one space. It has two on one device with a host, and if segments
     hold more memory beside recomputed blocks; the second space then contains the first, at a higher cost.
 
     Raises:
         HardwareError: the job puts states or activations on the host, but no host is known.
         ValueError: the strategy or a choice of the job is not possible here.
     """
-    description, hardware = problem.description, problem.hardware
-    _check_activations(description, problem.job)
-    if problem.shards_whole:
-        raise ValueError(
-            f"strategy={problem.strategy.value} shards parameters, but {problem.job.optimizer.name} needs them whole;"
-            " use osdp or ddp."
-        )
+    description, hardware, choices = problem.description, problem.hardware, activation_choices(problem.description)
+    if asked := problem.job.asked:
+        host_of(hardware, f"{asked[0]}=True")
+    _refuse_impossible(problem, choices)
     jobs = [problem.job]
     if problem.job.recompute is None and any(segment.held_bytes != Affine() for segment in description.segments):
         jobs.insert(0, replace(problem.job, recompute=False))
     shardings = _shardings(problem.strategy, hardware)
-    choices = [
-        choice
+    every = [
+        allowed
         for job in jobs
         for sharding in shardings
-        for choice in _choices(sharding, replace(problem, job=job), batch)
+        for allowed in _choices(sharding, replace(problem, job=job), batch)
     ]
-    offloadable, shapes, policies = description.offloadable, shape_ids(description.units), description.recomputations
-    kinds = [(shape, policies[i], i in offloadable) for i, shape in enumerate(shapes)]
+    kinds = list(zip(shapes := shape_ids(description.units), choices, strict=True))
     first_alike = [kinds.index(kind) for kind in kinds]  # units of one kind share their layouts
     spaces = []
-    for choice in choices:
-        layouts = {
-            i: _layouts(description.units[i], policies[i], choice, problem.job, offloadable=i in offloadable)
-            for i in set(first_alike)
-        }
+    for allowed in every:
+        layouts = {i: _layouts(description.units[i], choices[i], allowed, problem.job) for i in set(first_alike)}
         spaces.append(tuple(layouts[i] for i in first_alike))
     if problem.job.communication is not None:
         spaces = with_wires(problem, shapes, spaces)
@@ -87,20 +81,19 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
     )  # equal layouts are the same object, see `_product`
 
 
-def _check_activations(description: ModelDescription, job: TrainingJob) -> None:
-    if job.offload_activations and not description.offloadable:
-        raise ValueError(
-            "offload_activations=True, but no block of this model can offload its activations: the model recomputes"
-            " them by itself, or they"
-            " could not be traced; leave offload_activations to the planner."
-        )
-    if job.recompute and not (description.recomputable or description.recomputed_by_others):
-        raise ValueError(
-            "recompute=True, but no block of this model can be recomputed: it has batch normalisation, whose running"
-            " statistics would be"
-            " updated twice, or its own torch.Generator, or its recomputation could not be traced; leave recompute to"
-            " the planner."
-        )
+def _refuse_impossible(problem: PlanningProblem, choices: Sequence[Sequence[Activations]]) -> None:
+    description, job = problem.description, problem.job
+    refuse_first({
+        f"{ACTIVATION_OPTION}=True, but no block of this model can have its activations on the host: it recomputes"
+        f" them by itself, or they could not be traced; leave {ACTIVATION_OPTION} to the planner.":
+            ACTIVATION_OPTION in job.asked and not any(one != one.kept for own in choices for one in own),
+        "recompute=True, but no block of this model can be recomputed: it has batch normalisation, whose running"
+        " statistics would be updated twice, or its own torch.Generator, or its recomputation could not be traced;"
+        " leave recompute to the planner.":
+            job.recompute and not (description.recomputable or description.recomputed_by_others),
+        f"strategy={problem.strategy.value} shards parameters, but {job.optimizer.name} needs them whole; use osdp or"
+        " ddp.": problem.shards_whole,
+    })  # fmt: skip
 
 
 def _shardings(strategy: Strategy, hardware: Hardware) -> list[_Allowed]:
@@ -143,7 +136,8 @@ def _choices(sharding: _Allowed, problem: PlanningProblem, batch: Batch) -> list
     """
     job, hardware, several = problem.job, problem.hardware, batch.accumulation_steps > 1
     recomputes = (False, True) if job.recompute is None else (job.recompute,)
-    offloads = _with_host("offload_activations", job.offload_activations, hardware)
+    is_free = problem.strategy is Strategy.OSDP
+    activations, places = job.allowed(recomputes, has_host=hardware.host is not None, alike=not is_free)
     free = replace(
         sharding,
         reduces=(True,)
@@ -151,55 +145,29 @@ def _choices(sharding: _Allowed, problem: PlanningProblem, batch: Batch) -> list
         else (True, False)
         if job.reduce_every_micro_step is None
         else (job.reduce_every_micro_step,),
-        activations=tuple(
-            Activations(recomputation=Recomputation() if again else None, offloads=away)
-            for away in offloads
-            for again in recomputes
-        ),
-        saves_operators=job.recompute is None and problem.strategy is Strategy.OSDP,
-        on_host=_with_host("host_offload", job.host_offload, hardware),
-        states_on_host=_with_host("offload_optimizer", job.offload_optimizer, hardware),
+        activations=activations,
+        saves_operators=job.recompute is None and is_free,
+        places=places,
     )
-    if problem.strategy is not Strategy.OSDP:
-        fixed = itertools.product(free.reduces, free.activations, free.on_host, free.states_on_host)
-        return [
-            replace(free, reduces=(reduce,), activations=(kept,), on_host=(host,), states_on_host=(states,))
-            for reduce, kept, host, states in fixed
-            if not (host and states)
-        ]
-    if (
-        hardware.world_size == 1 and len(free.on_host) > 1
-    ):  # one process uses FSDP2, which takes buffers, only with the host
-        return [replace(free, on_host=(False,)), free]
+    if not is_free:
+        fixed = itertools.product(free.reduces, activations, places)
+        return [replace(free, reduces=(one,), activations=(kept,), places=(place,)) for one, kept, place in fixed]
+    if hardware.world_size == 1 and job.needs_fsdp is None:  # the buffers of FSDP2 are needed only under it
+        _, plain = replace(job, **WITHOUT_FSDP).allowed(recomputes, has_host=hardware.host is not None, alike=False)
+        return [replace(free, places=plain), free]
     return [free]
 
 
-def _with_host(name: str, asked: bool | None, hardware: Hardware) -> tuple[bool, ...]:
-    """Return the allowed values of a setting that uses the host."""
-    if hardware.host is None:
-        if asked:
-            raise HardwareError(
-                f"{name}=True, but the host of {hardware.device.name} is not known; measure it by hf-osdp profile, or"
-                f" leave {name} open."
-            )
-        return (False,)
-    return (False, True) if asked is None else (asked,)
-
-
 def _layouts(
-    unit: UnitDescription, policies: tuple[Recomputation, ...], free: _Allowed, job: TrainingJob, *, offloadable: bool
+    unit: UnitDescription, choices: tuple[Activations, ...], free: _Allowed, job: TrainingJob
 ) -> tuple[UnitLayout, ...]:
     """Return the allowed layouts of a unit."""
-    able = []
-    for choice in free.activations:
-        away = choice.offloads and offloadable
-        again = policies[: None if free.saves_operators and not away else 1] if choice.recomputes else ()
-        able += [Activations(recomputation=policy, offloads=away) for policy in again or (None,)]
+    able = (one.nearest(choices, every_policy=free.saves_operators) for one in free.activations)
     # A unit called several times cannot hold gradients: FSDP2 would reduce the held sum in one call, and the new
     # gradient in another.
     always = not unit.trainable_numel or unit.span is GatherSpan.CALLS
     reduces = (True,) if always else free.reduces
-    activations = tuple(dict.fromkeys(able))
+    activations = tuple(dict.fromkeys(itertools.chain(*able)))
     closed = replace(free, activations=activations, saves_operators=False, reduces=reduces)
     if job.optimizer.needs_whole and unit.trainable_numel > 0:
         closed = replace(closed, shard_sizes=(1,), stage_sizes=(1,))
@@ -215,11 +183,7 @@ def _product(span: GatherSpan, free: _Allowed) -> tuple[UnitLayout, ...]:
     layouts = layouts_for(
         span, free.shard_sizes, reshard_after_forward=free.reshard_after_forward, stage_sizes=free.stage_sizes
     )
-    places = itertools.product(free.on_host, free.states_on_host)
-    distinct = dict.fromkeys((host, states and not host) for host, states in places)
     return tuple(
-        replace(layout, reduce_every_micro_step=reduces, activations=kept, on_host=host, states_on_host=states)
-        for layout, reduces, kept, (host, states) in itertools.product(
-            layouts, free.reduces, free.activations, distinct
-        )
+        replace(layout, reduce_every_micro_step=reduces, activations=kept, **place._asdict())
+        for layout, reduces, kept, place in itertools.product(layouts, free.reduces, free.activations, free.places)
     )

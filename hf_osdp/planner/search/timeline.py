@@ -13,7 +13,8 @@ from ..cost.memory import SegmentBytes, gathered_ahead, merging_segments, reside
 from ..cost.timing import UnitTimer
 from ..cost.units import gradients_arriving, once_per_shape, shape_ids, unit_bytes
 from ..decision import Batch, Space, UnitLayout, meshes_of
-from ..description import Activations, GatherSpan, Recomputation
+from ..description import GatherSpan, Recomputation
+from ..placement import Activations, activation_choices
 from ..problem import PlanningProblem
 from .options import LaterCall, Option, Part, RootSegment, Timeline, UnitGroup, undominated
 
@@ -26,8 +27,8 @@ _MOST_BYTES = 2**48
 class _Others(NamedTuple):
     """Choices of other units in the space that change a unit's bytes."""
 
-    on_host: bool
-    """Some unit may be on the host."""
+    away: bool
+    """Some unit's parameters may be on the host."""
     recomputed: bool
     """Some block may be recomputed."""
 
@@ -61,8 +62,7 @@ class BatchCosts:
         self._timer = UnitTimer(description, problem.hardware, problem.job, batch)
         self._shapes = shape_ids(description.units)
         self._same = alike
-        away = [unit in description.offloadable for unit in range(len(description.units))]
-        choices = list(zip(self._shapes, description.recomputations, away, strict=True))
+        choices = list(zip(self._shapes, activation_choices(description), strict=True))
         self._alike = [choices.index(choice) for choice in choices]
         """The first unit of the same structure, for each unit; such units have the same choices."""
         self.kinds = self._segment_kinds()
@@ -146,10 +146,10 @@ class BatchCosts:
 
     def _option(self, unit: int, indices: list[int], layout: UnitLayout, others: _Others) -> Option:
         """Return a layout with its bytes and seconds; `indices` are the unit's segments in forward order."""
-        hardware, terms = self.problem.hardware, self._memory[others.on_host](unit, layout)
+        hardware, terms = self.problem.hardware, self._memory[others.away](unit, layout)
         whole = Option(
             layout=layout, bytes=terms, seconds=self._timer(unit, layout).total_s, structure=self._alike[unit],
-            meshes=meshes_of(layout.shard_size, layout.stage_size, hardware.world_size),
+            host=terms.host, meshes=meshes_of(layout.shard_size, layout.stage_size, hardware.world_size),
         )  # fmt: skip
         if not indices:
             return whole
@@ -177,7 +177,7 @@ class BatchCosts:
             forward_peak=terms.gather_buffer + terms.gathered + costs.forward_peak,
             gather_peak=own + terms.prefetched + (0 if terms.kept else terms.cast_buffer),
             compute_peak=own + costs.backward_peak,
-            activations_on_host=costs.host,
+            host=terms.host + costs.host,
         )
 
 
@@ -190,7 +190,7 @@ def build_timeline(costs: BatchCosts, space: Space) -> Timeline:
     problem, hardware = costs.problem, costs.problem.hardware
     spans = [unit.span for unit in problem.description.units]
     others = _Others(
-        on_host=any(layout.on_host for layouts in space for layout in layouts),
+        away=any(layout.away for layouts in space for layout in layouts),
         recomputed=any(layout.activations.recomputes for layouts in space for layout in layouts),
     )
     alone = [i for i, span in enumerate(spans) if span is GatherSpan.STEP or i not in costs.calls]

@@ -24,7 +24,8 @@ from hf_osdp.integrations.trainer_facts import _steps
 from hf_osdp.modeling.split.names import is_split
 from hf_osdp.modeling.wrapping import recomputation_of
 from hf_osdp.planner.decision import Batch, UnitLayout
-from hf_osdp.planner.description import Activations, DType
+from hf_osdp.planner.description import DType
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.split import ModelSplit, OperatorSplit
 from hf_osdp.preparation.config import OSDPConfig
@@ -110,6 +111,17 @@ def test_plugin_accepts_the_defaults_that_the_launcher_exports(monkeypatch):
             monkeypatch.setenv(name, value)
     monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "{'osdp': True, 'memory_limit': '1GiB'}")
     assert OSDPPlugin().osdp == OSDPConfig(memory_limit="1GiB")
+
+
+def test_cpu_offload_asks_for_every_unit_on_the_host_but_on_the_cpu(caplog):
+    plugin, config = OSDPPlugin(cpu_offload=True), OSDPConfig(memory_limit="1GiB")
+    assert plugin.asking(config, "cuda") == OSDPConfig(memory_limit="1GiB", host_offload=True)
+    assert plugin.asking(config, "cpu") is config and "no effect on the CPU" in caplog.text
+    assert OSDPPlugin().asking(config, "cuda") is config
+    with pytest.raises(ValueError, match="host_offload=False, but cpu_offload moves all states"):
+        plugin.asking(OSDPConfig(host_offload=False), "cuda")
+    with pytest.raises(ValueError, match="plan runs a given plan as it is"):
+        plugin.asking(OSDPConfig(plan="plan.json"), "cuda")
 
 
 def test_plugin_for_takes_either_name_and_one_of_them(monkeypatch):

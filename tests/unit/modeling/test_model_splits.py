@@ -12,7 +12,8 @@ from hf_osdp.modeling.split.apply import split_copy
 from hf_osdp.modeling.split.candidates import SHALLOW, possible_splits
 from hf_osdp.modeling.units import find_units
 from hf_osdp.modeling.wrapping import recomputation_of, recompute
-from hf_osdp.planner.description import Activations, DType, GatherSpan
+from hf_osdp.planner.description import DType, GatherSpan
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.search.compare import choose_description
 from hf_osdp.planner.search.search import fastest_without_limit, least_memory, search
 from hf_osdp.planner.split import WHOLE_BLOCKS, ModelSplit, OperatorSplit
@@ -103,7 +104,7 @@ def test_recomputed_forms_save_less_and_compute_more(described):
     found = [segment for segment in described.segments if segment.recomputed]
     assert {described.units[s.unit].class_name for s in found} == {"LlamaDecoderLayer"}
     for plain in found:
-        again = plain.under(Activations.RECOMPUTE)
+        again = plain.under(Activations.RECOMPUTE.recomputation)
         assert again.saved_bytes(4) < plain.saved_bytes(4)
         more = again.backward.matmul_flops(4) - plain.backward.matmul_flops(4)
         assert (

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_osdp.modeling import activation_offload as offloading
-from hf_osdp.modeling.activation_offload import OwnTensors, is_offloaded, offload
+from hf_osdp.modeling import activations as offloading
+from hf_osdp.modeling.activations import OwnTensors, activations_of, offload
 from hf_osdp.modeling.wrapping import recomputation_of, recompute
 from hf_osdp.tracing.memory_tracker import MemoryTracker
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
@@ -27,12 +27,12 @@ def host_copies() -> Iterator[list[weakref.ref[torch.Tensor]]]:
     """References to all memory that is taken on the host."""
     references, stock = [], offloading._page_locked
 
-    def host_memory(like: torch.Tensor) -> torch.Tensor:
+    def allocate(like: torch.Tensor) -> torch.Tensor:
         memory = stock(like)
         references.append(weakref.ref(memory))
         return memory
 
-    with offloading.host_memory(host_memory):
+    with offloading.host_memory(allocate):
         yield references
 
 
@@ -103,11 +103,11 @@ def test_names_stay_and_each_way_is_told_apart(way):
     for names in ("named_modules", "named_parameters", "state_dict"):
         assert list(dict(getattr(model, names)())) == list(dict(getattr(plain, names)()))
     assert all(
-        (recomputation_of(block) is not None, is_offloaded(block)) == (way is not offload, True)
+        (recomputation_of(block) is not None, activations_of(block).offloads) == (way is not offload, True)
         for block in blocks(model)
     )
     recompute(blocks(plain)[0])
-    assert (recomputation_of(blocks(plain)[0]) is not None, is_offloaded(blocks(plain)[0])) == (True, False)
+    assert (recomputation_of(blocks(plain)[0]) is not None, activations_of(blocks(plain)[0]).offloads) == (True, False)
 
 
 def device_and_host_bytes(block: nn.Module, x: torch.Tensor) -> tuple[int, int]:

@@ -11,8 +11,9 @@ from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.memory import SegmentBytes
 from hf_osdp.planner.cost.timing import HostTransfer, host_transfers
 from hf_osdp.planner.decision import Batch
-from hf_osdp.planner.description import Activations, GatherSpan, ModelDescription, PhaseCost, Segment
+from hf_osdp.planner.description import GatherSpan, ModelDescription, PhaseCost, Segment
 from hf_osdp.planner.hardware import Backend, Hardware, HostSpec
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.search.strategies import search_spaces
 from hf_osdp.planner.training_job import TrainingJob

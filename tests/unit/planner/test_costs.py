@@ -14,8 +14,9 @@ import pytest
 from hf_osdp.planner.cost.collectives import collective_seconds, replicate_ring, shard_ring
 from hf_osdp.planner.cost.units import UnitBytes, UnitSeconds, merged_gradients, unit_bytes, unit_seconds
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
-from hf_osdp.planner.description import Activations, DType, GatherSpan, ParameterSpec, UnitDescription, shard_dim
+from hf_osdp.planner.description import DType, GatherSpan, ParameterSpec, UnitDescription, shard_dim
 from hf_osdp.planner.hardware import Backend, Collective, FsdpOverhead, Hardware, HostSpec, WorkTime
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from tests.helpers.hardware import toy_hardware
 

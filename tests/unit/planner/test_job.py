@@ -8,8 +8,9 @@ import pytest
 
 from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.decision import Batch
-from hf_osdp.planner.description import Activations, DType, ParameterSpec
+from hf_osdp.planner.description import DType, ParameterSpec
 from hf_osdp.planner.hardware import Hardware, HostSpec
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.strategies import batches, search_spaces
 from hf_osdp.planner.training_job import Precision, TrainingJob

@@ -14,7 +14,7 @@ import pytest
 
 from hf_osdp.errors import PlanError
 from hf_osdp.planner.decision import Batch, UnitDecision, UnitLayout
-from hf_osdp.planner.description import Activations
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.split import ModelSplit
 from tests.helpers.descriptions import transformer
@@ -163,9 +163,9 @@ def with_all(**values: Any) -> Plan:
 BEYOND = {
     "blocks are compiled": replace(EXPORTED, compiled_classes=("Block",)),
     "2 group sizes (2, 4)": with_block(shard_size=4),
-    "1 of 5 units live on the host": with_block(on_host=True),
+    "some units live on the host": with_block(on_host=True),
     "'model.layers.0' recomputes its activations": with_block(activations=Activations.RECOMPUTE),
-    "'model.layers.0' offloads its activations": with_block(activations=Activations.OFFLOAD),
+    "'model.layers.0' keeps its activations elsewhere": with_block(activations=Activations.OFFLOAD),
     "'model.layers.0' holds whole gradients between micro-steps": with_block(reduce_every_micro_step=False),
     "of model.layers.* some are kept gathered and some are not": with_block(reshard_after_forward=False),
     "the model is split into operators": replace(EXPORTED, split=ModelSplit(operators=True)),

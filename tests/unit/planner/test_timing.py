@@ -19,8 +19,9 @@ from hf_osdp.planner.cost.timing import (
 )
 from hf_osdp.planner.cost.units import UnitSeconds
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
-from hf_osdp.planner.description import Activations, DType, GatherSpan, ModelDescription, PhaseCost, Segment
+from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, PhaseCost, Segment
 from hf_osdp.planner.hardware import Backend, FsdpOverhead, Hardware, HostSpec
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.training_job import OptimizerStep, Precision, TrainingJob
 from tests.helpers.descriptions import transformer, ways
 from tests.helpers.hardware import bare_preset

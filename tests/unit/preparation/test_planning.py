@@ -12,7 +12,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_osdp.errors import HardwareError, InfeasibleError, PlanError
 from hf_osdp.planner.description import ModelDescription
-from hf_osdp.planner.hardware import HostSpec
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile
@@ -97,7 +96,6 @@ def test_given_plan_runs_as_it_is(model, given, tmp_path):
     ("changes", "options", "part"),
     [
         ({}, {"micro_batch_size": 1}, "samples at once, but batches hold 1"),
-        ({"cpu_offload": True, "device_type": "cuda"}, {}, "on the device; leave it out"),
     ],
 )
 def test_given_plan_for_another_run_is_refused(model, given, changes, options, part):
@@ -118,7 +116,7 @@ def test_given_plan_for_another_run_is_refused(model, given, changes, options, p
         ({}, {"memory_limit": "900TiB"}, ValueError, "memory_limit='900TiB' is more than the"),
         ({"precision": FP16}, {}, ValueError, "use bf16"),
         ({"precision": BF16}, {"recalibrate": True}, ValueError, "cannot try bfloat16"),
-        ({"cpu_offload": True, "device_type": "cuda"}, {}, HardwareError, "is not known; leave hardware out"),
+        ({"device_type": "cuda"}, {"host_offload": True}, HardwareError, "is not known; leave hardware out"),
         (
             {},
             {"profile": Profile(hardware=preset("cpu", devices_per_node=2))},
@@ -157,20 +155,6 @@ def test_recalibrate_in_one_process_tries_the_plan_and_leaves_the_weights(model)
     assert run.plan.fingerprint in {past.plan.fingerprint for past in run.rounds}
     assert run.search.memory.peak_bytes == pytest.approx(run.rounds[-1].observed.peak_bytes, rel=0.02)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
-def test_cpu_offload_moves_every_unit_to_a_known_host_but_on_the_cpu(model, caplog):
-    host = HostSpec(
-        memory_bytes=2**34,
-        to_device_bytes_per_s=1e10,
-        to_host_bytes_per_s=1e10,
-        update_bytes_per_s=1e10,
-        source="made up",
-    )
-    run = planned(model, hardware=replace(HARDWARE, host=host), known={"cpu_offload": True, "device_type": "cuda"})
-    assert run.inputs.job.host_offload is True and all(unit.on_host for unit in run.plan.units)
-    run = planned(model, known={"cpu_offload": True})
-    assert not any(unit.on_host for unit in run.plan.units) and "no effect on the CPU" in caplog.text
 
 
 class Scores(nn.Module):

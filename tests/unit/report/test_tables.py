@@ -11,8 +11,9 @@ from rich.table import Table
 
 from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.evaluate import PlanEstimate, estimate_plan
-from hf_osdp.planner.description import Activations, ModelDescription, Recomputation
+from hf_osdp.planner.description import ModelDescription, Recomputation
 from hf_osdp.planner.hardware import HostSpec
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.search.compare import compare_strategies, frontier
 from hf_osdp.planner.search.search import least_memory, search

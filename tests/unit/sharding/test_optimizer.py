@@ -7,8 +7,8 @@ import torch
 
 from hf_osdp.planner.optimizers import spec_of_trainer_name
 from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep
-from hf_osdp.sharding.host_states import reason_against_unit_steps
 from hf_osdp.sharding.optimizer import frozen_parameters, spec_of_optimizer
+from hf_osdp.sharding.optimizer_steps import reason_against_unit_steps
 from hf_osdp.sharding.optimizers import kind_of
 
 

@@ -74,12 +74,12 @@ def test_lists_of_fake_numbers_become_tensors_and_lists_again():
 
 
 def test_blocks_that_cannot_be_recomputed_are_reported(caplog, monkeypatch):
-    import hf_osdp.tracing.trace as trace
+    import hf_osdp.modeling.activations as activations
 
     def refuse(*args: object) -> None:
         raise RuntimeError("no second forward")
 
-    monkeypatch.setattr(trace, "recompute", refuse)
+    monkeypatch.setattr(activations, "recompute", refuse)
     with caplog.at_level(logging.WARNING, logger="hf_osdp"):
         describe(tiny_model("gpt2"), sequence_length=8)
-    assert "cannot recompute or offload blocks of GPT2LMHeadModel: RuntimeError: no second forward." in caplog.text
+    assert "No block of GPT2LMHeadModel can recompute: RuntimeError: no second forward." in caplog.text

@@ -14,6 +14,7 @@ from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import checkpoint_blocks
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import DType, GatherSpan
+from hf_osdp.planner.placement import Activations
 from hf_osdp.tracing.options import DescribeOptions
 from hf_osdp.tracing.recorder import Recorder
 from hf_osdp.tracing.trace import TraceOptions, trace_segments
@@ -37,7 +38,7 @@ ARCHITECTURES = {
 
 def options_of(*, samples=(1, 2, 3), blocks=(), **run) -> TraceOptions:
     run = DescribeOptions(sequence_length=TOKENS, **run)
-    return TraceOptions(run=run, samples=samples, recomputable=blocks, offloadable=blocks)
+    return TraceOptions(run=run, samples=samples, blocks=blocks, choices=Activations.BASIC[1:])
 
 
 def segments_of(model: nn.Module, **options):

@@ -1,5 +1,5 @@
-"""Offload activations: copy tensors that a module's forward saves to the host on a separate stream, and back for
-backward.
+"""Treat the activations of a block as a plan says. Offloaded ones, the tensors that a module's forward saves, are
+copied to the host on a separate stream, and back for backward.
 """
 
 from __future__ import annotations
@@ -17,6 +17,27 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+
+from ..planner.placement import Activations
+from .wrapping import compile_forward, recomputation_of, recompute
+
+
+def change_forward(module: nn.Module, activations: Activations, *, compiled: bool = False) -> None:
+    """Compile a block's forward, and recompute or offload its activations; names of parameters and modules do not
+    change.
+    """
+    if compiled:
+        compile_forward(module, activations.recomputation)
+    elif activations.recomputation is not None:
+        recompute(module, activations.recomputation)
+    if activations.offloads:
+        offload(module)
+
+
+def activations_of(module: nn.Module) -> Activations:
+    """Return what `change_forward` did to a module's activations."""
+    away = isinstance(module.__dict__.get("forward"), _Offloaded)
+    return Activations(recomputation=recomputation_of(module), offloads=away)
 
 
 class OwnTensors:
@@ -50,12 +71,8 @@ def offload(module: nn.Module) -> None:
 
     Names do not change.
     """
-    if not is_offloaded(module):
+    if not activations_of(module).offloads:
         module.forward = _Offloaded(module, module.forward)
-
-
-def is_offloaded(module: nn.Module) -> bool:
-    return isinstance(module.__dict__.get("forward"), _Offloaded)
 
 
 class _Offloaded:
@@ -97,7 +114,7 @@ class _OffloadedStorage:
     def __init__(self, tensor: torch.Tensor) -> None:
         whole = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
         self.device: torch.Tensor | None = whole
-        self.host = _HOST_MEMORY.get()(whole)  # None in a trace, which has no host
+        self.host = host_tensor(whole)
         self.size, self.dtype, self._home, self._version = whole.numel(), whole.dtype, whole.device, tensor._version
         self._copy(self.host, whole)
 
@@ -129,15 +146,8 @@ class _OffloadedStorage:
     def _copy(self, to: torch.Tensor | None, source: torch.Tensor | None) -> None:
         if to is None or source is None:
             return
-        stream = copy_stream(self._home)
-        if stream is None:
-            to.copy_(source)
-            return
-        self._compute = torch.cuda.current_stream(self._home)
-        stream.wait_stream(self._compute)
-        with torch.cuda.stream(stream):
-            to.copy_(source, non_blocking=True)
-            self.copied, self._awaited = stream.record_event(), False
+        if (ended := copy_beside(to, source)) is not None:
+            self.copied, self._awaited, self._compute = ended, False, torch.cuda.current_stream(self._home)
 
 
 class _SavedView(NamedTuple):
@@ -208,35 +218,45 @@ def _page_locked(like: torch.Tensor) -> torch.Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.device.type != "cpu")
 
 
-_HOST_MEMORY: ContextVar[Callable[[torch.Tensor], torch.Tensor | None]] = ContextVar(
-    "host memory", default=_page_locked
-)
+_ALLOCATE: ContextVar[Callable[[torch.Tensor], torch.Tensor | None]] = ContextVar("host memory", default=_page_locked)
 
 
 @contextmanager
 def host_memory(allocate: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
-    """Allocate host memory for flat device tensors with `allocate` inside the context; if it returns None, nothing
-    is copied.
+    """Allocate host memory for device tensors with `allocate` inside the context; if it returns None, nothing is
+    copied.
     """
-    token = _HOST_MEMORY.set(allocate)
+    token = _ALLOCATE.set(allocate)
     try:
         yield
     finally:
-        _HOST_MEMORY.reset(token)
+        _ALLOCATE.reset(token)
 
 
-def host_tensor(like: torch.Tensor) -> torch.Tensor:
-    """Return page-locked host memory for a device tensor."""
-    made = _HOST_MEMORY.get()(like)
-    assert made is not None
-    return made
+def host_tensor(like: torch.Tensor) -> torch.Tensor | None:
+    """Return page-locked host memory for a device tensor; None in a trace, which has no host."""
+    return _ALLOCATE.get()(like)
+
+
+def copy_beside(to: torch.Tensor, source: torch.Tensor, *, two_ways: bool = False) -> torch.cuda.Event | None:
+    """Copy between a device and the host on a separate stream, after all that the compute stream has queued.
+
+    With `two_ways`, copies to the host have a stream of their own. Return the end of the copy; None for the CPU, which
+    needs no stream.
+    """
+    out = to.device.type == "cpu"
+    stream = _copy_stream(source.device if out else to.device, two_ways and out)
+    if stream is None:
+        to.copy_(source)
+        return None
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        to.copy_(source, non_blocking=True)
+        return stream.record_event()
 
 
 @functools.lru_cache
-def copy_stream(device: torch.device, *, out: bool = False) -> torch.cuda.Stream | None:
-    """Return the stream for copies to and from a device, or another one for copies `out`; None for the CPU, which
-    needs no stream.
-    """
+def _copy_stream(device: torch.device, out: bool) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
