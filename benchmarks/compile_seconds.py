@@ -3,7 +3,7 @@ without a cache.
 
     python benchmarks/compile_seconds.py [--device cuda]
 
-`hf_osdp/preparation/compilation.py` estimates the cost of compilation with these figures.
+`hf_osdp/preparation/block_forms.py` estimates the cost of compilation with these figures.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # Python adds only the scrip
 import torch
 from transformers import AutoModel, BertConfig, GPT2Config, LlamaConfig
 
-from hf_osdp.modeling.wrapping import compile_forward
+from hf_osdp.planner.block_forms import BlockForms
+from hf_osdp.tracing.block_forms import change_blocks
 
 _SIZES = {
     "hidden_size": 256,
@@ -46,9 +47,7 @@ def main() -> None:
         *CONFIGS.items(),
     ):  # the first one looks for the compiler and headers
         model = AutoModel.from_config(config).to(device)
-        for module in model.modules():
-            if type(module).__name__ in CONFIGS:
-                compile_forward(module)
+        change_blocks(model, BlockForms(compiled_classes=tuple(CONFIGS)))
         steps = [step_s(model, device) for _ in range(4)]
         print(f"{name}: first step {steps[0]:.1f} s, then {statistics.median(steps[1:]):.2f} s", flush=True)
         torch._dynamo.reset()

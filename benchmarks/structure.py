@@ -4,7 +4,8 @@ feature, and files that run before `fully_shard`.
     python benchmarks/structure.py            # a table
     python benchmarks/structure.py --json     # the same as JSON
 
-A file names a feature if a word of its code or of its messages matches; comments and docstrings do not count.
+A file names a feature if a word of its code or of its messages matches; comments, docstrings and the names of a user's
+options (`compile`, `communication`) do not count.
 Cycles and upward imports are those between modules; imports inside functions count, imports for type checkers do not.
 The files that run are found by running `Trainer(osdp=True)` with a tiny model on two ranks until the first call of
 `fully_shard`.
@@ -47,8 +48,7 @@ FEATURES = {
     "operators in slices": r"slices|sliced|slice_|operatorsplit|splitoperator",
     "loss in chunks": r"loss_?chunk|chunk(ed)?_?(loss|head)|sumofchunks|sumoflosses",
     "wire formats": r"wire|codec",
-    "compiled blocks": r"compiled_classes|compile_forward|compiledforward|tracedcompiler|is_compiled|leaves_compiled|"
-    r"notcompiled|compile_s\b|compilation",
+    "compiled blocks": r"compil(?!e\b)",
     "Muon": r"muon|newton",
     "8- and 4-bit optimizers": r"low_bit|adamw\w*[48]_?bit|bitsandbytes|torchao|bnb",
     "offloading": r"offload|on_host|host_states",
@@ -56,11 +56,16 @@ FEATURES = {
 """Words of each feature."""
 OTHER_REASONS = {
     "operators in slices": {"tracing/known_values.py"},
+    "compiled blocks": {
+        "cli/browser.py", "modeling/batch.py", "modeling/quantized.py", "sharding/optimizer_steps.py",
+        "sharding/optimizers/trial.py", "tracing/fake_model.py",
+    },
     "8- and 4-bit optimizers": {
         "cli/options.py", "modeling/quantized.py", "preparation/cache.py", "preparation/model_key.py",
     },
 }  # fmt: skip
-"""Files that use these words for something else: slices of tensors, quantized weights, names of packages."""
+"""Files that use these words for something else: slices of tensors, code of users or other packages that is compiled,
+the option's switch in the browser, quantized weights, names of packages."""
 
 
 def modules() -> dict[str, Path]:

@@ -34,11 +34,9 @@ from benchmarks.optimizer_seeds import is_outside, show  # noqa: E402
 from hf_osdp import OptimalShardedDataParallel, OSDPConfig  # noqa: E402
 from hf_osdp.planner.hardware import Hardware, Link  # noqa: E402
 from hf_osdp.planner.presets import preset  # noqa: E402
-from hf_osdp.planner.training_job import EXACT  # noqa: E402
-from hf_osdp.planner.wire import WireFormat  # noqa: E402
+from hf_osdp.planner.training_job import EXACT, FORMATS  # noqa: E402
 
 MODELS = ("gpt2", "bert")
-COMMUNICATIONS = (EXACT, *(wire.value for wire in WireFormat))
 WORSE = 1.01
 """Largest allowed increase of perplexity with int4, relative to exact runs."""
 LINK = Link(latency_s=1e-4, bytes_per_s=1.25e6, source="10 Mbit/s, so that the planner takes the coarsest format")
@@ -79,7 +77,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1000, metavar="N", help="steps of each run (default 1000)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, metavar="NAME")
-    parser.add_argument("--communication", nargs="+", choices=COMMUNICATIONS, default=COMMUNICATIONS, metavar="NAME")
+    parser.add_argument("--communication", nargs="+", choices=FORMATS, default=FORMATS, metavar="NAME")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/wire_loss"), metavar="DIR", help="folder for the results"
     )

@@ -42,8 +42,7 @@ from rich.console import Console  # noqa: E402
 from benchmarks.two_machines.emulate import NOT_PERMITTED, UNLIMITED, link_rate, rates_of  # noqa: E402
 from benchmarks.two_machines.experiment import Experiment  # noqa: E402
 from benchmarks.two_machines.tables import Cell, cell_table, cells_of, remarks, verdicts  # noqa: E402
-from hf_osdp.planner.training_job import EXACT  # noqa: E402
-from hf_osdp.planner.wire import WireFormat  # noqa: E402
+from hf_osdp.planner.training_job import EXACT, FORMATS  # noqa: E402
 from hf_osdp.quantities import parse_bytes  # noqa: E402
 
 RATES = ("100mbit", "250mbit", UNLIMITED)
@@ -107,7 +106,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive, help=f"steps of each strategy (default {ROUNDS})")
     parser.add_argument(
         "--communication",
-        choices=(EXACT, *(wire.value for wire in WireFormat)),
+        choices=FORMATS,
         default=EXACT,
         help="coarsest format that may be sent (default exact)",
     )

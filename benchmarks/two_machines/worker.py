@@ -35,7 +35,6 @@ from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.profile import Profile, with_block_times
 from hf_osdp.planner.search.compare import compare_strategies
 from hf_osdp.planner.training_job import TrainingJob, divisors
-from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.tracing.describe import describe
 
 ROUNDS_A_PROFILE = 2
@@ -61,8 +60,10 @@ def measure(experiment: Experiment) -> dict:
     """Return all results at one rate as plain values. Collective."""
     description = describe(experiment.config(), sequence_length=experiment.sequence_length)
     samples = experiment.micro_batch_size
-    wire = OSDPConfig(communication=experiment.communication).wire
-    job = TrainingJob(global_batch_size=dist.get_world_size() * samples, micro_batch_size=samples, communication=wire)
+    job = TrainingJob(
+        global_batch_size=dist.get_world_size() * samples, micro_batch_size=samples,
+        communication=experiment.communication,
+    )  # fmt: skip
     began = time.monotonic()
     timings = measure_collectives(
         torch.device("cpu"), experiment.links_s, local=ranks_per_node(), sizes=divisors(dist.get_world_size())

@@ -18,9 +18,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (
     DDPCommunicationHookType,
     DistributedType,
-    DynamoBackend,
     ProjectConfiguration,
-    TorchDynamoPlugin,
 )
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -35,8 +33,6 @@ from ..errors import OSDPError, refuse_first
 from ..measurement.step_meter import LoopMeter, Observation
 from ..modeling.batch import Inputs
 from ..modeling.build import checkpoint_blocks
-from ..modeling.replaced import replaced
-from ..modeling.wrapping import without_wrappers
 from ..planner.plan import Plan
 from ..planner.training_job import OptimizerSpec
 from ..preparation.config import OSDPConfig
@@ -50,6 +46,7 @@ from ..sharding.optimizer_steps import bind_optimizer, reason_against_unit_steps
 from ..sharding.state import full_state_dict
 from ..sharding.steps import micro_step
 from .announce import announce_result, plan_and_announce
+from .block_forms import unwrapped, with_dynamo, without_dynamo
 from .checkpoints import AcceleratorCheckpoints
 from .launch import launch_request
 from .plugin import OSDPPlugin, plugin_for, precision_of
@@ -134,7 +131,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
                 " pass cpu=True (TrainingArguments(use_cpu=True) with the Trainer) to run them on the CPU."
             )
         self.plugin = plugin
-        self._plan_compilation()
+        self.plugin.osdp = with_dynamo(self._config, self.state)
         self._writer = CheckpointWriter(in_background=self._config.async_save)
         self._select_fsdp()
 
@@ -277,10 +274,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         return result
 
     def _without_wrappers(self, model: nn.Module) -> nn.Module:
-        """Return the model without wrappers of torch.compile; if there were any, the plan compiles its blocks."""
-        model, is_wrapped = without_wrappers(model)
-        if is_wrapped and self.planned_run is None:
-            self.plugin.osdp = self._config.compiling()
+        """Return the model without wrappers of other tools, for whose effect the plan is made."""
+        model, self.plugin.osdp = unwrapped(model, self._config)
         return model
 
     def _plan_or_check(
@@ -336,11 +331,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             self.loop_meter = LoopMeter(model, self.device, self._report, run.plan, may_skip=skips)
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as stock
-        """Prepare as `Accelerator.prepare_model`, without its torch.compile: the plan compiles blocks.
-
-        All accelerators share the state.
-        """
-        with replaced(self.state, dynamo_plugin=TorchDynamoPlugin(backend="no")):
+        """Prepare as `Accelerator.prepare_model`, without what the plan does in its place."""
+        with without_dynamo(self.state):
             return super().prepare_model(*args, **kwargs)
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
@@ -456,27 +448,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
     def _planned(self) -> PlannedRun:
         assert self.planned_run is not None, "the plan is made before it is used"
         return self.planned_run
-
-    def _plan_compilation(self) -> None:
-        """If dynamo was requested, let the plan compile blocks; Accelerate would compile the whole model."""
-        dynamo = self.state.dynamo_plugin
-        if dynamo.backend == DynamoBackend.NO or dynamo.disable:
-            return
-        changed = {
-            "mode": dynamo.mode not in (None, "default"),
-            "fullgraph": dynamo.fullgraph,
-            "dynamic": dynamo.dynamic is not None,
-        }
-        unsupported = [name for name, is_set in {**changed, "options": dynamo.options}.items() if is_set]
-        if dynamo.backend != DynamoBackend.INDUCTOR or unsupported:
-            options = (
-                ", ".join(f"{name}={getattr(dynamo, name)!r}" for name in unsupported)
-                or f"backend={dynamo.backend.value.lower()}"
-            )
-            raise ValueError(
-                f"torch.compile with {options} cannot be planned; use inductor with its defaults, or leave it out."
-            )
-        self.plugin.osdp = self._config.compiling()
 
     def _select_fsdp(self, *, single_process: bool = False) -> None:
         """Select FSDP with this plugin in the shared state; Accelerate does not for CPU processes, and keeps its

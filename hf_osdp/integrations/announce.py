@@ -64,8 +64,8 @@ def announce_plan(run: PlannedRun) -> None:
             f" {format_seconds(run.open_step_s)} by"
             f" the estimate, {run.plan.step_s / run.open_step_s:.2f} times as fast: switch checkpointing off."
         )
-    if run.compilation is not None:
-        console.print(run.compilation.line(compiles=bool(run.plan.compiled_classes)))
+    if run.gain is not None:
+        console.print(run.gain.line)
     where = "" if run.hardware is None else f" for {run.hardware.summary}"
     console.print(f"Planned{where} in {format_seconds(run.planning_s)}; activations: {description.trace}.")
     if run.hardware is not None:

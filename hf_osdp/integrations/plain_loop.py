@@ -20,7 +20,6 @@ from ..distributed.said_once import say_uncaught_once
 from ..errors import refuse_first
 from ..measurement.step_meter import LoopMeter, Observation
 from ..modeling.identity import configuration_texts, optimizer_texts
-from ..modeling.wrapping import without_wrappers
 from ..planner.description import DType
 from ..planner.optimizers import spec_of_trainer_name
 from ..planner.plan import Plan
@@ -39,6 +38,7 @@ from ..sharding.optimizers import kind_of
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.steps import micro_step
 from .announce import announce_result, plan_and_announce
+from .block_forms import unwrapped
 
 
 class OptimalShardedDataParallel(nn.Module):
@@ -104,9 +104,7 @@ class OptimalShardedDataParallel(nn.Module):
         """
         super().__init__()
         say_uncaught_once()
-        config = merged_config(config)
-        model, is_wrapped = without_wrappers(model)
-        config = config.compiling() if is_wrapped else config
+        model, config = unwrapped(model, merged_config(config))
         _check(config, optimizer)
         precision = Precision.named(mixed_precision)
         form_process_group(needed=precision.compute is not None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from ..checkpoint.writer import on_every_rank
 from ..distributed.said_once import say_uncaught_once
 from ..distributed.stop import StopSignal
 from ..modeling.replaced import replaced
-from ..modeling.wrapping import without_wrappers
 from ..preparation.config import OSDPConfig
 from ..preparation.plan_run import PlannedRun
 from ..sharding.between_steps import AcrossLayouts, mixing_explained
@@ -28,6 +26,7 @@ from ..sharding.environment import hold_master_weights
 from ..sharding.state import free_gathered
 from .accelerator import OSDPAccelerator
 from .announce import plan_and_announce
+from .block_forms import unwrapped
 from .plugin import OSDPPlugin
 from .subclasses import PlansWhenMade, check_order, with_full_weights
 from .trainer_arguments import (
@@ -85,8 +84,7 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
             refuse_unsupported(given)
             arguments = given.get("args") or TrainingArguments(output_dir="tmp_trainer")
             if isinstance(model := given.get("model"), torch.nn.Module):
-                given["model"], is_wrapped = without_wrappers(model)
-                self._osdp = self._osdp.compiling() if is_wrapped else self._osdp
+                given["model"], self._osdp = unwrapped(model, self._osdp)
             given["args"] = copied_arguments(arguments)
             self._given_args = arguments, dict(vars(arguments))
             assert arguments.output_dir is not None
@@ -105,9 +103,7 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
         args = self.args
         copy_changes(args, *self._given_args)
         assert isinstance(self.accelerator.plugin.osdp, OSDPConfig)
-        self._osdp = replace(
-            self._osdp, compile=self._osdp.compile or self.accelerator.plugin.osdp.compile
-        )  # the launcher's dynamo
+        self._osdp = self.accelerator.plugin.osdp  # with what the launcher's options ask for
         try:
             job, rule = job_of_trainer(self, self._osdp, trains=trains, loader=loader)
             hold_master_weights(self.model, job.precision)

@@ -15,6 +15,7 @@ from ..errors import refuse_first
 from ..planner.plan import Plan
 from ..preparation.config import OSDPConfig, merged_config, stated_options
 from ..reading import read_json
+from .block_forms import with_arguments
 from .launch import launch_request
 from .plugin import TAKEN, refuse_decided
 
@@ -56,14 +57,11 @@ def requested_config(
     if osdp is None and (here is False or (here is None and not launched)):
         return None
     _refuse_ignored(fsdp_config)
-    compiles = {"compile": True} if args is not None and args.torch_compile else {}
     options = {
-        **compiles,
         **stated_options(here if isinstance(here, Mapping) else None),
         **stated_options(None if osdp is True else osdp),
     }
-    if compiles and options.get("compile") is False:
-        raise ValueError("torch_compile=True contradicts compile=False in OSDP's options; leave one of the two out.")
+    options = with_arguments(options, args)
     return merged_config(options, request.options)
 
 
@@ -110,7 +108,7 @@ def copied_arguments(args: TrainingArguments) -> TrainingArguments:
             " leave one of the two out."
         )
     own.gradient_accumulation_steps = steps or args.gradient_accumulation_steps
-    own.torch_compile = False  # the plan decides which blocks to compile
+    own.torch_compile = False  # see `with_arguments`
     return own
 
 

@@ -18,11 +18,11 @@ from ..distributed.process_group import all_gather_objects
 from ..errors import ProfileError
 from ..modeling.batch import loss_of, output_of, random_states_kept, same_random_numbers
 from ..modeling.build import build_on_meta, checkpoint_blocks, disable_cache
-from ..modeling.replaced import replaced
-from ..modeling.units import class_of, modules_by_name
-from ..modeling.wrapping import compile_forward, frozen_norms_keep_dtype, under_autocast
+from ..modeling.units import modules_by_name
+from ..modeling.wrapping import frozen_norms_keep_dtype
 from ..planner.description import ModelDescription, Segment
 from ..planner.profile import COPIES, SegmentTimes, SegmentWork, TimePoint
+from ..tracing.block_forms import change_blocks
 from ..tracing.describe import describe
 from ..tracing.options import ModelRun
 from ..tracing.pictures import UsualBatch
@@ -94,7 +94,7 @@ def _measure_passes(
     """Run passes of a shortened copy; return the description of that copy, and for each size the seconds by pass,
     segment and phase.
     """
-    cast, dtype = timed.cast_dtype, timed.torch_dtype
+    cast = timed.cast_dtype
 
     def prepare() -> tuple[nn.Module, ModelDescription, dict[int, Callable[[], torch.Tensor]]]:
         short = shortened(whole, description.units, COPIES)
@@ -112,10 +112,7 @@ def _measure_passes(
     stopwatch = Stopwatch(model, part.units, device, cast, barriers=device.type == "cpu" and not shared)
     with ExitStack() as stack:
         stack.enter_context(stopwatch.attached())
-        if timed.loss is not None:  # it may call the original model, as trainers do with `self.model`
-            stack.enter_context(replaced(whole, forward=model.__call__))
-        if timed.autocast and dtype is not None:
-            stack.enter_context(replaced(model, forward=under_autocast(model.forward, dtype, device.type)))
+        stack.enter_context(timed.running(model, whole, device.type))
 
         def measure(size: int, *, alone: bool = False) -> Sections:
             with same_random_numbers():  # all ranks and passes run the same modules
@@ -135,15 +132,13 @@ def _measure_passes(
 
 
 def _prepared(model: nn.Module, timed: TimedModel, description: ModelDescription) -> nn.Module:
-    """Recompute and compile blocks as training will."""
+    """Recompute blocks, and give them their forms, as training will."""
     disable_cache(model)
     if timed.compute_dtype is not None and not timed.autocast:
         frozen_norms_keep_dtype(model)
     if timed.activation_checkpointing:
         checkpoint_blocks(model, description.block_classes)
-    for module in model.modules():
-        if class_of(module).__name__ in description.compiled_classes:
-            compile_forward(module)
+    change_blocks(model, description)
     return model
 
 

@@ -26,7 +26,6 @@ from .memory_limits import memory_of_rank
 from .rates import (
     copy_rate,
     matmul_rates,
-    measure_codecs,
     measure_fsdp_overhead,
     measure_host,
     operator_seconds,
@@ -74,7 +73,6 @@ def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Seq
         backend=Backend.NCCL if device_type == "cuda" else Backend.GLOO,
         timings=timings,
         fsdp_overhead=measure_fsdp_overhead(device, 0.3 * seconds),
-        codecs=measure_codecs(device, 0.1 * seconds),
         host=measure_host(device, 0.2 * seconds),
     )
 

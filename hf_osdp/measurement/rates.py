@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,11 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..distributed.fsdp_internals import DefaultAllGather, DefaultReduceScatter
 from ..distributed.mesh import world_size
-from ..distributed.wire import decode, encode
 from ..planner.description import DType
 from ..planner.hardware import FsdpOverhead, HostSpec, WorkTime
 from ..planner.training_job import OptimizerSpec, OptimizerStep
-from ..planner.wire import CodecTime, WireFormat
 from .memory_limits import memory_of_rank
 from .timing import barrier, call_seconds, median_seconds, over_ranks, rounds, trimmed_mean, work_clock
 
@@ -41,7 +38,6 @@ _MIN_MATMULS = 3
 _COPY_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 _LINK_BYTES = 256 * 2**20
 _UPDATE_ELEMENTS = 2**25
-_CODEC_ELEMENTS = 2**21
 _UNITS = 4
 _WIDTH = 64
 _KINDS = ((1, 128), (16, 128), (16, 2**16))
@@ -197,28 +193,6 @@ def measure_fsdp_overhead(device: torch.device, seconds: float) -> FsdpOverhead 
             for step, work in updates.items()
         },
     )
-
-
-def measure_codecs(device: torch.device, seconds: float) -> tuple[CodecTime, ...]:
-    """Measure encoding an element, and decoding and adding it, in each wire format, on all ranks at once; the slowest
-    counts. Collective.
-
-    Return nothing for a single process, which sends nothing.
-    """
-    if world_size() == 1:
-        return ()
-    values, codes = (
-        torch.ones(_CODEC_ELEMENTS, device=device),
-        torch.empty(2 * _CODEC_ELEMENTS, dtype=torch.uint8, device=device),
-    )
-    times = []
-    for wire in WireFormat:
-        barrier(device)
-        for run in (partial(encode, values, codes, wire), partial(decode, codes, values, wire, add=True)):
-            times.append(median_seconds(run, device, seconds / (2 * len(WireFormat))) / _CODEC_ELEMENTS)
-    slowest = over_ranks(times)
-    by_format = zip(WireFormat, slowest[::2], slowest[1::2], strict=True)
-    return tuple(CodecTime(wire=wire, encode_s=encode_s, decode_s=decode_s) for wire, encode_s, decode_s in by_format)
 
 
 def _fit(taken: list[float]) -> WorkTime:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from ..distributed.device import free_workspaces
@@ -63,8 +62,8 @@ class StepMeter:
 
     The first step warms up and is not timed. On CUDA the peak is the allocator's largest peak of all steps, less the
     workspaces of matrix products, which plans count as reserved by the device. On the CPU it is the peak of live
-    tensor bytes (`MemoryTracker`) in the second step, which is not timed. With several ranks, the next
-    `clocked_steps` time only their collectives (`CollectiveClock`).
+    tensor bytes (`MemoryTracker`) in the second step, which is not timed; None if code skips the tracker. With several
+    ranks, the next `clocked_steps` time only their collectives (`CollectiveClock`).
     """
 
     def __init__(
@@ -73,7 +72,6 @@ class StepMeter:
         held: Callable[[], Iterable[torch.Tensor]] | None = None,
         *,
         clocked_steps: int = 1,
-        compiled: bool = False,
     ) -> None:
         """Measure on one device.
 
@@ -83,10 +81,8 @@ class StepMeter:
                 `training_tensors`. None counts every tensor, including a data set in memory, as the allocator does on
                 CUDA.
             clocked_steps: number of steps whose collectives are timed.
-            compiled: blocks are compiled. On the CPU the peak is then not measured, because no operator shows their
-                allocations.
         """
-        self._clocked_steps, self._compiled = clocked_steps, compiled
+        self._clocked_steps = clocked_steps
         self._held = held or existing_tensors
         self._device = torch.device(device)
         self._on_cuda = self._device.type == "cuda"
@@ -94,7 +90,6 @@ class StepMeter:
         self._began: Moment | None = None
         self._first: tuple[Moment, Moment] | None = None
         self._mode: MemoryTracker | CollectiveClock | None = None
-        self._entered: MemoryTracker | CollectiveClock | None = None
         self._clock: CollectiveClock | None = None
         self.steps = 0
         self._allocated_bytes = self._workspace_bytes = 0
@@ -135,7 +130,7 @@ class StepMeter:
         if isinstance(self._mode, CollectiveClock):
             self._clock = self._mode
         elif isinstance(self._mode, MemoryTracker):
-            self.peak_bytes = self._mode.peak_bytes
+            self.peak_bytes = None if self._mode.skipped else self._mode.peak_bytes
         elif self._on_cuda:
             self._allocated_bytes = max(self._allocated_bytes, torch.cuda.max_memory_allocated(self._device))
             self.reserved_bytes = max(self.reserved_bytes or 0, torch.cuda.max_memory_reserved(self._device))
@@ -167,26 +162,19 @@ class StepMeter:
         )
 
     def _enter(self) -> None:
-        if self._entered is not None:
-            return
-        if self.steps == 1 and not self._on_cuda and not self._compiled:
+        if self.steps == 1 and not self._on_cuda:
             self._mode = MemoryTracker(block_bytes=1, device_type=self._device.type)
             self._mode.track(self._held())
         elif 1 <= self.steps < self.untimed and world_size() > 1:
             self._mode = self._clock or CollectiveClock(self._device)
         if self._mode is not None:
             self._mode.__enter__()
-            self._entered = self._mode
 
     def _leave(self) -> None:
-        """Stop counting.
-
-        Modes are a stack: if another mode was entered later, ours stays entered but unused until that one exits.
-        """
+        """Stop counting."""
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
         self._mode = None
-        if self._entered is not None and _get_current_dispatch_mode() is self._entered:
-            self._entered.__exit__(None, None, None)
-            self._entered = None
 
 
 def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -237,7 +225,7 @@ class LoopMeter:
         otherwise all passes up to the optimizer's step are one step. On the CPU the peak includes the model, the
         optimizer and the batch.
         """
-        self._meter = StepMeter(device, self._held, compiled=bool(plan.compiled_classes))
+        self._meter = StepMeter(device, self._held)
         self._report = report
         self._steps, self._micro_steps = steps, plan.accumulation_steps if may_skip else None
         self._model = model

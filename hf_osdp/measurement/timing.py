@@ -5,22 +5,23 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..distributed.collectives import listening
 from ..distributed.mesh import collective_device, find_topology, world_size
+from ..modeling.wrapping import SkippableMode
 from ..planner.affine import linear_fit
 from ..planner.hardware import Collective, CollectiveTiming
 
@@ -34,7 +35,6 @@ _OPERATORS = {
 """Names in the namespace `c10d` of the collectives that FSDP2 issues, equal in torch 2.11 and 2.13."""
 _MIN_UNIT_BYTES = 1024
 """Smaller messages are losses or gradient norms, not units."""
-_Key = TypeVar("_Key", bound=Hashable)
 
 
 def now(device: torch.device) -> Moment:
@@ -177,7 +177,7 @@ class CollectiveTotal:
     """Seconds of all calls: as measured on a rank, or without waiting for late ranks (`of_last_rank`)."""
 
 
-class CollectiveClock(TorchDispatchMode):
+class CollectiveClock(SkippableMode):
     """Time all-gathers, reduce-scatters and all-reduces issued inside the context; several announced as one count as
     one.
 
@@ -185,9 +185,6 @@ class CollectiveClock(TorchDispatchMode):
     the waiting stream, and nothing blocks. A profiler would need device memory there, which a run near its limit does
     not have.
     """
-
-    leaves_compiled_code = True
-    """Compiled blocks, which send nothing, run without the clock, because under a mode they would run uncompiled."""
 
     def __init__(self, device: torch.device) -> None:
         """Make a clock for tensors on a device. Collective if the topology is not known yet."""
@@ -261,37 +258,29 @@ def of_last_rank(calls: Sequence[CollectiveTotal]) -> tuple[CollectiveTotal, ...
 
 def totals_of(calls: Sequence[CollectiveTotal], *, steps: int) -> tuple[CollectiveTotal, ...]:
     """Return the totals of one step from the calls of several steps."""
-    groups = _grouped(calls, lambda call: (call.collective, call.group_size))
+    kind = attrgetter("collective", "group_size")
+    groups = (list(members) for _, members in groupby(sorted(calls, key=kind), kind))
     return tuple(
         replace(
             members[0], calls=len(members) // steps, nbytes=sum(call.nbytes for call in members) // steps,
             seconds=sum(call.seconds for call in members) / steps,
         )
-        for _, members in sorted(groups.items())
+        for members in groups
     )  # fmt: skip
 
 
 def timings_of(calls: Sequence[CollectiveTotal]) -> tuple[CollectiveTiming, ...]:
     """Fit lines through the median time of each message size."""
     timings = []
-    groups = _grouped(calls, lambda call: (call.collective, call.group_size, call.crosses_nodes))
-    for (collective, size, crosses), members in sorted(groups.items()):
-        by_bytes = _grouped(members, lambda call: call.nbytes)
+    kind, size = attrgetter("collective", "group_size", "crosses_nodes"), attrgetter("nbytes")
+    for (collective, ranks, crosses), members in groupby(sorted(calls, key=kind), kind):
         points = [
-            (nbytes, statistics.median(max(call.seconds, 1e-9) for call in same)) for nbytes, same in by_bytes.items()
+            (nbytes, statistics.median(max(call.seconds, 1e-9) for call in same))
+            for nbytes, same in groupby(sorted(members, key=size), size)
         ]
         fit = dict(zip(("latency_s", "seconds_per_byte"), linear_fit(points), strict=True))
-        timings.append(CollectiveTiming(collective=collective, group_size=size, crosses_nodes=crosses, **fit))
+        timings.append(CollectiveTiming(collective=collective, group_size=ranks, crosses_nodes=crosses, **fit))
     return tuple(timings)
-
-
-def _grouped(
-    calls: Sequence[CollectiveTotal], key: Callable[[CollectiveTotal], _Key]
-) -> dict[_Key, list[CollectiveTotal]]:
-    groups: dict[_Key, list[CollectiveTotal]] = defaultdict(list)
-    for call in calls:
-        groups[key(call)].append(call)
-    return groups
 
 
 def _wait_for(result: object) -> object:

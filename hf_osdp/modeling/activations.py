@@ -19,16 +19,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from ..planner.placement import Activations
-from .wrapping import compile_forward, recomputation_of, recompute
+from .wrapping import recomputation_of, recompute
 
 
-def change_forward(module: nn.Module, activations: Activations, *, compiled: bool = False) -> None:
-    """Compile a block's forward, and recompute or offload its activations; names of parameters and modules do not
-    change.
-    """
-    if compiled:
-        compile_forward(module, activations.recomputation)
-    elif activations.recomputation is not None:
+def change_forward(module: nn.Module, activations: Activations) -> None:
+    """Recompute or offload a block's activations; names of parameters and modules do not change."""
+    if activations.recomputation is not None:
         recompute(module, activations.recomputation)
     if activations.offloads:
         offload(module)

@@ -16,6 +16,7 @@ from enum import Enum
 
 from ..errors import refuse_first
 from .affine import Affine, Envelope
+from .block_forms import BlockForms
 from .split import WHOLE_BLOCKS, ModelSplit
 
 
@@ -308,7 +309,7 @@ class RecomputedSegment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelDescription:
+class ModelDescription(BlockForms):
     """A model as the planner sees it, at one sequence length and compute dtype."""
 
     model_name: str
@@ -337,10 +338,6 @@ class ModelDescription:
     """How the times of blocks were found: `measured with 1, 2, 4 samples`."""
     recomputed_by_others: bool = False
     """Whether the model or its script recomputes blocks, and not the plan."""
-    compiled_classes: tuple[str, ...] = ()
-    """Classes of the blocks whose forward is compiled (`Plan.compiled_classes`); their costs are those of compiled
-    code.
-    """
 
     def __post_init__(self) -> None:
         counts, units = Counter(unit.fqn for unit in self.units), range(len(self.units))

@@ -13,7 +13,6 @@ from ..errors import HardwareError
 from ..quantities import check_numbers, format_bytes
 from .description import DType
 from .training_job import OptimizerStep
-from .wire import CodecTime, WireFormat
 
 GB = 10**9
 GIB = 2**30
@@ -268,8 +267,6 @@ class Hardware:
     """Measured work of FSDP2 and the optimizer; None estimates copies and updates at memory speed, and on a GPU the
     CPU's time from that of an operator.
     """
-    codecs: tuple[CodecTime, ...] = ()
-    """Measured wire formats; others are estimated from the bytes that their operators move, at memory speed."""
     margin: float | None = None
     """Share of a memory limit that plans leave free; None is `CACHING_MARGIN` and `CACHING_BYTES` under NCCL and 0
     under gloo.
@@ -378,14 +375,6 @@ class Hardware:
         if not measured.
         """
         return next((timing for timing in self.timings if timing.key == (collective, group_size, crosses_nodes)), None)
-
-    def coding_time(self, wire: WireFormat) -> CodecTime:
-        """Return the time of an element in a wire format: as measured, else estimated from bytes read and written."""
-        measured = next((codec for codec in self.codecs if codec.wire is wire), None)
-        rate = self.device.memory_bytes_per_s
-        return measured or CodecTime(
-            wire=wire, encode_s=wire.encode_traffic / rate, decode_s=wire.decode_traffic / rate
-        )
 
 
 def check_margin(value: object, *, name: str = "memory_margin") -> float:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import PlanError
 from ..reading import parse_json, read_bytes
+from .block_forms import FORM_FIELDS, BlockForms
 from .decision import Batch, UnitDecision, UnitLayout, communicators_of
 from .description import GatherSpan, ModelDescription
 from .files import validated, write_whole
@@ -36,7 +37,7 @@ _NAMES = {"model_name": "", "hardware": "", "devices_per_node": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(BlockForms):
     """The sharding plan of one model on one set of devices.
 
     All ranks run the same plan, and compare `fingerprint` to check this.
@@ -54,8 +55,6 @@ class Plan:
     model_fingerprint: str
     split: ModelSplit = WHOLE_BLOCKS
     """Splits of the model before its units are found; `units` are those of the split model."""
-    compiled_classes: tuple[str, ...] = ()
-    """Classes of the blocks whose forward is compiled before they are sharded."""
     model_name: str = ""
     sequence_length: int = 1
     memory_limit_bytes: int | None = None
@@ -123,7 +122,7 @@ class Plan:
         listed = ", ".join(map(str, sizes))
         beyond = [
             (len(sizes) > 1, f"units have {len(sizes)} group sizes ({listed})", "one mesh for all"),
-            (self.compiled_classes, "blocks are compiled", "what is sharded"),
+            (self.changed_blocks, f"it has {self.changed_blocks}", "what is sharded"),
             (not self.split.is_none, f"the model is split into {self.split.describe()}", "whole modules"),
             (len({unit.away for unit in self.units}) > 1, "some units live on the host", "one place for all"),
         ]
@@ -170,7 +169,7 @@ class Plan:
             **asdict(batch),
             model_fingerprint=description.fingerprint,
             split=description.split,
-            compiled_classes=description.compiled_classes,
+            **{name: getattr(description, name) for name in FORM_FIELDS},
             model_name=description.model_name,
             sequence_length=description.sequence_length,
             **stated,

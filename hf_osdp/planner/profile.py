@@ -17,7 +17,7 @@ from .description import DType, ModelDescription, PhaseCost, Segment
 from .files import plain, validated, write_whole
 from .hardware import Hardware
 
-PROFILE_VERSION = 6
+PROFILE_VERSION = 7
 COPIES = 3
 """Number of blocks of each kind that run one after the other when they are timed."""
 _WORK_SAMPLES = 2

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Literal, get_args
 
 from ..errors import refuse_first
 from .description import DType, ParameterSpec
 from .placement import STATE_OPTIONS, HostOptions
-from .wire import WireFormat
 
-EXACT = "exact"
-"""Name of communication in the original dtype."""
+Communication = Literal["exact", "bf16", "int8", "int4"]
+"""Names of the formats in which values are sent, from fine to coarse."""
+FORMATS: tuple[Communication, ...] = get_args(Communication)
+EXACT: Communication = "exact"
+"""Communication in the original dtype."""
 _MOST_SAMPLES = 2**40
 
 
@@ -263,10 +266,8 @@ class TrainingJob(Decisions):
     """
     clips_gradients: bool = False
     """Whether gradients are clipped by their norm before each optimizer step."""
-    communication: WireFormat | None = None
-    """The coarsest format in which parameters and gradients may be sent, used where it is faster; None sends exact
-    values.
-    """
+    communication: Communication = EXACT
+    """The coarsest format in which parameters and gradients may be sent, used where it is faster."""
     correction_bytes: int = 0
     """Bytes added to every moment: the error of an earlier plan's estimate, see `planner/cost/correction.py`."""
 

@@ -12,11 +12,9 @@ Rounding is to the nearest, without random numbers, so that a resumed run sends 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-
-from ..quantities import check_numbers
 
 PIECE_ELEMENTS = 2**20
 """Elements encoded or decoded at once, which bounds the temporaries."""
@@ -80,22 +78,10 @@ class WireFormat(str, Enum):
         return (8 if turns else 4) * blocks * self.block_size + scales + turns
 
 
-def formats_up_to(coarsest: WireFormat | None) -> tuple[WireFormat, ...]:
-    """Return the formats that are allowed if the user allows `coarsest`; none for None (exact)."""
+def formats_up_to(coarsest: str) -> tuple[WireFormat, ...]:
+    """Return the formats that are allowed if the user allows `coarsest` (`OSDPConfig.communication`)."""
     order = tuple(WireFormat)
-    return () if coarsest is None else order[: order.index(coarsest) + 1]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CodecTime:
-    """Measured seconds to encode and decode one float32 element in a wire format."""
-
-    wire: WireFormat
-    encode_s: float
-    decode_s: float
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "encode_s", "decode_s")
+    return order[: order.index(WireFormat(coarsest)) + 1] if coarsest in order else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,33 +101,25 @@ class Message:
 
     def gather_buffers(self) -> int:
         """Return the bytes that a gather allocates beside its output: codes of all ranks, and temporaries."""
-        if self.wire is None:
-            return 0
-        part = -(-self.elements // self.ranks)
-        return self.wire.gathered_bytes(self.elements, self.ranks) + self.wire.temporary_bytes(part)
+        temporary = 0 if self.wire is None else self.wire.temporary_bytes(-(-self.elements // self.ranks))
+        return (self.sent_bytes or 0) + temporary
 
     def reduce_buffers(self, *, separate_sums: bool) -> int:
         """Return the bytes of a reduction beside input and output: codes both ways, temporaries, with `separate_sums`
         a float32 sum.
         """
-        if self.wire is None:
-            return 0
-        sums = 4 * -(-self.elements // self.ranks) if separate_sums else 0
-        return self.gather_buffers() + self.wire.gathered_bytes(self.elements, self.ranks) + sums
+        sums = 4 * -(-self.elements // self.ranks) if separate_sums and self.wire is not None else 0
+        return self.gather_buffers() + (self.sent_bytes or 0) + sums
 
-    def gather_seconds(self, coding_time: Callable[[WireFormat], CodecTime]) -> float:
-        """Return the seconds to encode a rank's part and to decode all parts."""
-        if self.wire is None:
-            return 0.0
-        codec = coding_time(self.wire)
-        return self.elements * (codec.encode_s / self.ranks + codec.decode_s)
+    def gather_seconds(self, memory_bytes_per_s: float) -> float:
+        """Return the seconds to encode a rank's part and to decode all parts, at memory speed."""
+        traffic = 0.0 if self.wire is None else self.wire.encode_traffic / self.ranks + self.wire.decode_traffic
+        return self.elements * traffic / memory_bytes_per_s
 
-    def reduce_seconds(self, coding_time: Callable[[WireFormat], CodecTime]) -> float:
+    def reduce_seconds(self, memory_bytes_per_s: float) -> float:
         """Return the seconds to encode the parts of other ranks, and to decode and sum the received ones."""
-        if self.wire is None:
-            return 0.0
-        codec = coding_time(self.wire)
-        return self.elements * (codec.encode_s + codec.decode_s) * (self.ranks - 1) / self.ranks
+        traffic = 0.0 if self.wire is None else self.wire.encode_traffic + self.wire.decode_traffic
+        return self.elements * (self.ranks - 1) / self.ranks * traffic / memory_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import ast
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -17,8 +17,7 @@ from ..planner.placement import HOST_OPTIONS
 from ..planner.plan import Plan
 from ..planner.problem import check_simplicity
 from ..planner.profile import Profile
-from ..planner.training_job import EXACT, Decisions
-from ..planner.wire import WireFormat, formats_up_to
+from ..planner.training_job import EXACT, FORMATS, Communication, Decisions
 from ..quantities import parse_limit
 
 _TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -90,7 +89,7 @@ class OSDPConfig(Decisions):
 
     None takes it from the training arguments or the DataLoader.
     """
-    communication: Literal["exact", "bf16", "int8", "int4"] = "exact"
+    communication: Communication = "exact"
     """Coarsest format in which parameters and gradients may be sent over slow links; it changes the rounding of
     training.
 
@@ -154,14 +153,9 @@ class OSDPConfig(Decisions):
     """If a device runs out of memory in spite of the plan, `raise` reports where, and a safer plan; `replan` lets the
     launcher (`torchrun --max-restarts 3`) restart all ranks with that plan, from the last complete checkpoint."""
 
-    @property
-    def coarsest_format(self) -> WireFormat | None:
-        """The coarsest format that may be sent; None for exact communication."""
-        return None if self.communication == EXACT else WireFormat(self.communication)
-
     def allows_communication(self, name: str) -> bool:
         """Return whether values may be sent in the format of this name."""
-        return name in (EXACT, *formats_up_to(self.coarsest_format))
+        return name in FORMATS[: FORMATS.index(self.communication) + 1]
 
     def __post_init__(self) -> None:
         object.__setattr__(
@@ -202,12 +196,6 @@ class OSDPConfig(Decisions):
             raise ValueError(
                 f"nodes={self.nodes} was given with a hardware description of {self.hardware.nodes}; leave nodes out."
             )
-
-    def compiling(self) -> OSDPConfig:
-        """Return the configuration with compiled blocks, for which something else than `compile` asks; `"auto"`
-        stays.
-        """
-        return replace(self, compile=self.compile or True)
 
     def _shown(self, name: str) -> str:
         """Return an option for a message, without values that may be long."""

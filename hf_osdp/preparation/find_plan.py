@@ -50,7 +50,7 @@ Trace: TypeAlias = Callable[..., ModelDescription]
 """`describe_once`, or a function with the same arguments."""
 _log = logging.getLogger(__name__)
 _MAX_DESCRIPTIONS = 3
-"""Most descriptions of a model with compiled blocks, each at another micro-batch size."""
+"""Most descriptions of a model whose blocks have another form, each at another micro-batch size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +74,11 @@ class FoundPlan:
 
     @property
     def eager(self) -> ModelDescription | None:
-        """The model without compilation; None if no block is compiled."""
-        return self.builder.eager if self.whole.compiled_classes else None
+        """The model with its blocks as they are; None if none has another form."""
+        return self.builder.eager if self.whole.changed_blocks else None
 
     def compared(self) -> Iterator[StrategyResult]:
-        """Yield every strategy at its own best batch, OSDP first, and if blocks are compiled, eager ones too."""
+        """Yield every strategy at its own best batch, OSDP first, and if blocks have another form, eager ones too."""
         return compare_strategies(
             replace(self.problem, description=self.whole), split=self.problem.description, eager=self.eager
         )
@@ -129,7 +129,6 @@ class ProblemBuilder:
         """
         self.model, self.job, self._trace, config = model, job, trace, job.config
         self._describer = Describer(model, job, trace)
-        self._describe = cache(self._describer.describe)
         self._training = job.training()
         self._profile = _profile(config.profile)
         self.times, self._untimed = times, "estimated"
@@ -153,12 +152,12 @@ class ProblemBuilder:
     def build(
         self, split: ModelSplit = WHOLE_BLOCKS, *, micro_batch_size: int = TRACED_MICRO_BATCH
     ) -> PlanningProblem:
-        """Return the problem of the model with a split, compiled at this micro-batch size; raise DescriptionError
+        """Return the problem of the model with a split, described at this micro-batch size; raise DescriptionError
         or ProfileError. Collective if it times the blocks.
         """
         if split.is_none and self.times is None:
-            self._time_blocks(self._describe(split, micro_batch_size=micro_batch_size))
-        description = self.describe(split, micro_batch_size=micro_batch_size)
+            self._time_blocks(self._describer.describe(split, micro_batch_size))
+        description = self.describe(split, micro_batch_size)
         return PlanningProblem(
             description=description,
             hardware=self.hardware,
@@ -168,9 +167,9 @@ class ProblemBuilder:
             simplicity=self.job.config.simplicity,
         )
 
-    def describe(self, split: ModelSplit = WHOLE_BLOCKS, *, micro_batch_size: int) -> ModelDescription:
+    def describe(self, split: ModelSplit, micro_batch_size: int) -> ModelDescription:
         """Describe the model with a split, with the times of its blocks if they were measured."""
-        return self._with_times(self._describe(split, micro_batch_size=micro_batch_size))
+        return self._with_times(self._describer.describe(split, micro_batch_size))
 
     def _with_times(self, description: ModelDescription) -> ModelDescription:
         return replace(description, timing=self._untimed) if self.times is None else self.times.on(description)
@@ -178,7 +177,7 @@ class ProblemBuilder:
     def _time_blocks(self, whole: ModelDescription) -> None:
         """Take the profile's times of the blocks, or measure them where the run measures.
 
-        Compiled blocks, which take minutes to compile on the CPU, have the times of eager ones in proportion.
+        Blocks in another form, which may take minutes to make, have the times of eager ones in proportion.
         """
         if self._profile is not None and self._profile.segments:
             self.times = BlockTimes.of(self._profile.segments, whole, self.hardware, "from the profile")
@@ -189,7 +188,7 @@ class ProblemBuilder:
             timed = self._describer.timed_model(self._training.micro_batch_sizes(self.job.world_size))
             room_bytes = self.hardware.tensor_bytes(self.limit_bytes)
             device_type = self.job.device_type
-            eager = self._eager if whole.compiled_classes else whole
+            eager = self._eager if whole.changed_blocks else whole
             self.times = times_of_run(eager, timed, self.hardware, device_type=device_type, room_bytes=room_bytes)
         except ProfileError as error:
             self._untimed = f"estimated. {error}"
@@ -200,9 +199,9 @@ class ProblemBuilder:
         return ProblemBuilder(self.model, job, hardware=self.hardware, trace=self._trace, times=self.times)
 
     def find(self) -> FoundPlan:
-        """Search on rank 0; describe compiled blocks at the plan's micro-batch size. Collective."""
+        """Search on rank 0; describe blocks in another form at the plan's micro-batch size. Collective."""
         found, described = self._find(TRACED_MICRO_BATCH), {1, TRACED_MICRO_BATCH}
-        while found.whole.compiled_classes and isinstance(found.outcome, Plan) and len(described) < _MAX_DESCRIPTIONS:
+        while found.whole.changed_blocks and isinstance(found.outcome, Plan) and len(described) < _MAX_DESCRIPTIONS:
             if (size := found.outcome.micro_batch_size) in described:
                 break
             described.add(size)
@@ -241,17 +240,17 @@ class ProblemBuilder:
         if not job.config.operator_splitting:
             return whole.description.split
         operators = not (
-            job.activation_checkpointing or job.config.recompute or whole.description.compiled_classes
+            job.activation_checkpointing or job.config.recompute or whole.description.changed_blocks
         )  # such blocks cannot be cut into units
         splits = partial(
             possible_splits, self.model, whole.description, vocabulary=self._splits_vocabulary, operators=operators,
             parts=job.optimizer.steps_parts,
         )  # fmt: skip
-        return choose_description(whole, splits, partial(self.describe, micro_batch_size=micro_batch_size)).split
+        return choose_description(whole, splits, lambda split: self.describe(split, micro_batch_size)).split
 
     @property
     def eager(self) -> ModelDescription:
-        """The model without compilation."""
+        """The model with its blocks as they are."""
         return self._with_times(self._eager)
 
     @cached_property
@@ -275,19 +274,13 @@ class Describer:
         self._may_fall_back = job.config.inputs is None and job.inputs is not None and _has_usual_batch(model)
         self._describe = cache(self._traced)
 
-    def describe(
-        self,
-        split: ModelSplit = WHOLE_BLOCKS,
-        *,
-        micro_batch_size: int = TRACED_MICRO_BATCH,
-    ) -> ModelDescription:
-        """Describe the model with a split, or raise DescriptionError."""
-        sizes = {"micro_batch_size": micro_batch_size if self._job.config.compile else TRACED_MICRO_BATCH}
+    def describe(self, split: ModelSplit = WHOLE_BLOCKS, size: int = TRACED_MICRO_BATCH) -> ModelDescription:
+        """Describe the model with a split at a micro-batch size, or raise DescriptionError."""
         try:
-            return self._sharing_policies(split, **sizes) or self._describe(split, **sizes)
+            return self._sharing_policies(split, size) or self._describe(split, size)
         except DescriptionError as error:
             final = isinstance(error, (CheckpointingError, DescriptionTimeoutError))
-            if not final and split.is_none and (of_one := self._of_one_sample(**sizes)) is not None:
+            if not final and split.is_none and (of_one := self._of_one_sample(size)) is not None:
                 return of_one
             if not self._may_fall_back or final or not split.is_none:
                 raise
@@ -298,9 +291,9 @@ class Describer:
                 self._job.config.sequence_length,
             )  # fmt: skip
         self._inputs, self._loss, self._may_fall_back = None, None, False
-        return self._describe(split, **sizes)
+        return self._describe(split, size)
 
-    def _of_one_sample(self, **sizes: Any) -> ModelDescription | None:
+    def _of_one_sample(self, size: int) -> ModelDescription | None:
         """Describe a model that may not run more samples at once by one alone; None if the run has larger
         micro-batches, its inputs are not known, or this fails too.
         """
@@ -311,34 +304,32 @@ class Describer:
         inputs = usual or UsualBatch(self._model, config.sequence_length or 1, config.images)
         self._inputs = lambda samples: inputs(1)
         try:
-            return self._describe(WHOLE_BLOCKS, **sizes)
+            return self._describe(WHOLE_BLOCKS, size)
         except DescriptionError:
             self._inputs = usual
             return None
 
-    def _sharing_policies(self, split: ModelSplit, **sizes: Any) -> ModelDescription | None:
+    def _sharing_policies(self, split: ModelSplit, size: int) -> ModelDescription | None:
         """Describe a split of the head with the policies to recompute blocks of the model with a whole head; None if
         that is not possible.
 
         All splits of the head have the same blocks, so that each policy to recompute them is traced once.
         """
-        if split.is_none or self._job.config.compile:
+        if split.is_none:
             return None
-        whole = self._describe(WHOLE_BLOCKS, **sizes)
-        if (blocks := without_head(split, whole)) == split:
+        whole = self._describe(WHOLE_BLOCKS, size)
+        if whole.changed_blocks or (blocks := without_head(split, whole)) == split:
             return None
-        base = self._describe(blocks, **sizes)
-        return (
-            with_policies_of(base, self._describe(split, recomputation=False, **sizes)) if base.recomputable else None
-        )
+        base = self._describe(blocks, size)
+        return with_policies_of(base, self._describe(split, size, recomputation=False)) if base.recomputable else None
 
     def timed_model(self, micro_batch_sizes: tuple[int, ...]) -> TimedModel:
         """Return the model with its batches and loss, as they were described, to be timed; its blocks run eager."""
         run = replace(self._run, compile=False)
         return TimedModel(model_or_config=self._model, micro_batch_sizes=micro_batch_sizes, **run.keywords)
 
-    def _traced(self, split: ModelSplit, **options: Any) -> ModelDescription:
-        description = self._trace(self._model, **self._run.keywords, split=split, **options)
+    def _traced(self, split: ModelSplit, size: int, **options: Any) -> ModelDescription:
+        description = self._trace(self._model, **self._run.keywords, split=split, micro_batch_size=size, **options)
         return replace(description, other_bytes=sum(self._job.other_models.values()))
 
     @property

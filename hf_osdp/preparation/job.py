@@ -120,7 +120,7 @@ class Job:
         training = TrainingJob(
             global_batch_size=config.global_batch_size, precision=self.precision, optimizer=self.optimizer,
             holds_outputs=self.holds_outputs, clips_gradients=self.clips_gradients,
-            communication=config.coarsest_format,
+            communication=config.communication,
             **decided,
         )  # fmt: skip
         training.micro_batch_sizes(self.world_size)

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..distributed.consensus import on_rank_zero, require_same_run
+from ..distributed.consensus import require_same_run
 from ..distributed.device import own_gpu
 from ..distributed.mesh import Meshes, find_topology, rank
 from ..distributed.said_once import say_while_planning
-from ..errors import InfeasibleError, OSDPError, PlanError, refuse_first
+from ..errors import OSDPError, PlanError, refuse_first
 from ..modeling.batch import check_inputs
 from ..modeling.build import without_checkpointing
 from ..modeling.quantized import pack
@@ -29,10 +29,11 @@ from ..planner.training_job import OptimizerSpec
 from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
 from ..sharding.environment import uses_host
+from ..tracing.options import TRACED_MICRO_BATCH
 from ..tracing.pictures import UsualBatch
-from .compilation import Compilation, weigh
+from .block_forms import FormGain, find_form
 from .config import OSDPConfig
-from .find_plan import Describer, FoundPlan, find_plan, plan_from_rank_zero
+from .find_plan import Describer, FoundPlan, plan_from_rank_zero
 from .job import Job
 from .preflight import Finding, check_model, findings_of, looked_up, memory_now, merged_findings, slow_link
 from .probe import Trial, probe
@@ -61,8 +62,8 @@ class PlannedRun:
     """Estimated seconds of a step if the planner decided about recomputation; None if it does, or without an
     estimate.
     """
-    compilation: Compilation | None = None
-    """Estimated gain of compiled blocks, if requested; None if it was not or cannot be estimated."""
+    gain: FormGain | None = None
+    """Estimated gain of the blocks' other form, if requested; None if it was not or cannot be estimated."""
     rounds: tuple[Round, ...] = ()
     """Plans that were tried."""
     meshes: Meshes | None = None
@@ -114,17 +115,9 @@ def plan_run(model: nn.Module, job: Job) -> PlannedRun:
 
 def _searched(model: nn.Module, job: Job) -> PlannedRun:
     """Search on rank 0, and try the plan if requested. Collective."""
-    config, eager = job.config, job.asking(compile=False)
-    found = find_plan(model, job)
-    if config.compile == "auto" and isinstance(found.outcome, InfeasibleError):
-        return _searched(model, eager)
+    config, (found, gain) = job.config, find_form(model, job)
     plan, problem = found.plan, found.problem
     plan.check(problem.description, job.world_size)
-    compilation = None
-    if config.compile == "auto" or (config.compare and config.compile):
-        compilation = on_rank_zero(lambda: weigh(found, job.steps))
-        if compilation is not None and config.compile == "auto" and not compilation.pays:
-            return replace(_searched(model, eager), compilation=compilation)
     rounds: tuple[Round, ...] = ()
     meshes = Meshes(job.device_type) if config.recalibrate and dist.is_initialized() else None
     if config.recalibrate:
@@ -134,8 +127,8 @@ def _searched(model: nn.Module, job: Job) -> PlannedRun:
         if meshes is not None:
             meshes.keep(plan)
     run = PlannedRun(
-        plan=plan, units=problem.description.units, inputs=PlanInputs.of(problem), compilation=compilation,
-        rounds=rounds, meshes=meshes,
+        plan=plan, units=problem.description.units, inputs=PlanInputs.of(problem), gain=gain, rounds=rounds,
+        meshes=meshes,
     )  # fmt: skip
     if rank() != 0:
         return run
@@ -194,8 +187,9 @@ def _given(model: nn.Module, job: Job) -> PlannedRun:
         job = job.under_fsdp
     sizes = {"global_batch_size": plan.global_batch_size, "sequence_length": plan.sequence_length}
     job = job.asking(**{name: getattr(config, name) or size for name, size in sizes.items()})
-    as_planned = job.asking(plan=None, compile=bool(plan.compiled_classes))
-    description = Describer(model, as_planned).describe(plan.split, micro_batch_size=plan.micro_batch_size)
+    as_planned = job.asking(plan=None, compile=bool(plan.changed_blocks))
+    size = plan.micro_batch_size if plan.changed_blocks else TRACED_MICRO_BATCH
+    description = Describer(model, as_planned).describe(plan.split, size)
     plan.check(description, job.world_size)
     check_whole(plan, description, job.optimizer)
     inputs = PlanInputs(description=description, job=job.training(), hardware=None)

@@ -99,8 +99,8 @@ def _observe(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int, 
     optimizer = make_optimizer(model, trial.job.optimizer, plan, trial.units)
     batch = batch_on(trial.inputs, plan.micro_batch_size, trial.device)
     tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
-    held, compiled = lambda: [*training_tensors(model, optimizer), *tensors], bool(plan.compiled_classes)
-    meter = StepMeter(trial.device, held, clocked_steps=timed_steps, compiled=compiled)
+    held = lambda: [*training_tensors(model, optimizer), *tensors]  # noqa: E731
+    meter = StepMeter(trial.device, held, clocked_steps=timed_steps)
     try:
         for _ in range(meter.untimed + timed_steps):
             meter.step_begins()

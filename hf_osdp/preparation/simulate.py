@@ -23,7 +23,6 @@ from ..errors import OSDPError
 from ..modeling.batch import Loss, same_random_numbers, traceable
 from ..modeling.build import build_on_meta, checkpoint_blocks
 from ..modeling.replaced import replaced
-from ..modeling.wrapping import compiled_by, under_autocast
 from ..planner.cost.correction import Correction
 from ..planner.cost.memory import MemoryBreakdown
 from ..planner.description import ModelDescription
@@ -37,7 +36,7 @@ from ..sharding.apply import apply_plan
 from ..sharding.environment import mp_policy
 from ..sharding.host import host_parameters
 from ..sharding.steps import make_optimizer, train_step
-from ..tracing.compiled import TracedCompiler
+from ..tracing.block_forms import forms_in_trace
 from ..tracing.cuda_kernels import CudaKernels
 from ..tracing.fake_model import fake_copy
 from ..tracing.known_values import KnownValues
@@ -91,7 +90,8 @@ def simulate(
     """
     if unknown := options.keys() - _OPTIONS:
         raise TypeError(f"simulate() has no option {min(unknown)}; its options are {', '.join(sorted(_OPTIONS))}.")
-    chosen = ModelRun(sequence_length=description.sequence_length, **options)
+    precision = {"compute_dtype": job.precision.compute, "autocast": job.precision.autocast}
+    chosen = ModelRun(sequence_length=description.sequence_length, **precision, **options)  # type: ignore[arg-type]
     started = time.perf_counter()
     model = (
         model_or_config
@@ -111,13 +111,10 @@ def simulate(
         if chosen.activation_checkpointing:
             checkpoint_blocks(fake, description.block_classes)
         cuda = CudaKernels(chosen.capability) if on_cuda else None
-        compiler = TracedCompiler(mode, cuda)
-        with compiled_by(compiler.compile):
-            apply_plan(
-                fake, plan, description.units, meshes=meshes, mp_policy=mp_policy(job.precision), broadcast=False
-            )
+        forms = stack.enter_context(forms_in_trace(mode, cuda))
+        apply_plan(fake, plan, description.units, meshes=meshes, mp_policy=mp_policy(job.precision), broadcast=False)
         fakes = known.fakes_of(batch, mode)
-        memory = MemoryTracker(
+        forms.memory = memory = MemoryTracker(
             block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1,
             by_kind=True,
             locks_pages=on_cuda,
@@ -126,13 +123,9 @@ def simulate(
         stack.enter_context(memory)
         stack.enter_context(memory.host_copies())
         stack.enter_context(_separate_shape_propagation())
-        stack.callback(compiler.close)
-        stack.enter_context(compiler.recording(memory))
         if cuda is not None:
             stack.enter_context(cuda)
-        if job.precision.autocast and job.precision.compute is not None:
-            autocast = under_autocast(fake.forward, getattr(torch, job.precision.compute.value))
-            stack.enter_context(replaced(fake, forward=autocast))
+        stack.enter_context(chosen.running(fake, model))
         optimizer = make_optimizer(fake, job.optimizer, plan, description.units)
         _run_step(fake, optimizer, fakes, plan, job, memory, chosen.loss)
     return Simulation(

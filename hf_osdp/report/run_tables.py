@@ -88,12 +88,6 @@ def profile_tables(profile: Profile) -> list[str | Table]:
             f" {format_seconds(own.reduce.call_s)} to"
             f" reduce it, and copies. AdamW per tensor: {updates}."
         )
-    if hardware.codecs:
-        rates = ", ".join(
-            f"{codec.wire.value} {1e-6 / codec.encode_s:,.0f} and {1e-6 / codec.decode_s:,.0f}"
-            for codec in hardware.codecs
-        )
-        parts.append(f"Quantized communication, million values per second to encode and decode: {rates}.")
     if profile.segments:
         parts.append(_segments(profile))
     return parts

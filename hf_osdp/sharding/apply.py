@@ -20,13 +20,14 @@ from ..distributed.wire import encode_replicas, transports
 from ..errors import OSDPError, PlanError, PlanMismatchError
 from ..modeling.activations import change_forward
 from ..modeling.quantized import pack, view_in
-from ..modeling.split.apply import apply_split, losses_of
+from ..modeling.split.apply import apply_split
 from ..modeling.units import modules_by_name, named_parameters
-from ..modeling.wrapping import compile_forward, has_running_statistics
+from ..modeling.wrapping import has_running_statistics
 from ..planner.decision import UnitDecision
 from ..planner.description import DType, GatherSpan, ModelDescription, UnitDescription, shard_dim
 from ..planner.placement import Activations
 from ..planner.plan import Plan
+from ..tracing.block_forms import change_blocks
 from .environment import form_process_group, uses_host
 from .gradients import clip_across_meshes
 from .host import memory_of
@@ -82,11 +83,9 @@ def apply_plan(
     apply_split(model, plan.split)
     plan.check(_as_description(model, units), world_size())
     found = _find_units(model, plan, units)
+    change_blocks(model, plan)
     for unit in found:
-        compiles = unit.description.class_name in plan.compiled_classes and unit.description.span is GatherSpan.USE
-        change_forward(unit.modules[0], unit.decision.activations, compiled=compiles)
-    for loss in losses_of(model) if plan.compiled_classes else ():
-        compile_forward(loss)
+        change_forward(unit.modules[0], unit.decision.activations)
     if not needs_process_group(plan, mp_policy):
         return model
     if uses_host(plan) and not dist.is_initialized():

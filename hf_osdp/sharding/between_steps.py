@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..distributed.process_group import require_all
 from ..errors import OSDPError
+from ..modeling.wrapping import SkippableMode
 from .gradient_checks import REMEDY
 from .state import broadcast_into, free_gathered, gathered
 from .weight_reads import units_of
@@ -94,7 +94,7 @@ def _refuse_call(module: nn.Module, args: object) -> NoReturn:
     )
 
 
-class AcrossLayouts(TorchDispatchMode):
+class AcrossLayouts(SkippableMode):
     """Run element-wise operators on shards of several layouts, or on shards and whole tensors that are equal on all
     ranks.
 
@@ -104,25 +104,10 @@ class AcrossLayouts(TorchDispatchMode):
     torch, which refuses it.
     """
 
-    leaves_compiled_code = True
-    """Its operators inside compiled code need no change; see `CompiledForward`."""
-
     def __init__(self, what: str) -> None:
         """Name the work, for the error of a rank that does it alone."""
         super().__init__()
         self._what, self._is_shared = what, False
-
-    def __exit__(self, *exception: Any) -> None:
-        """Leave this mode, and not one that was entered inside the context and stays, as that of a callback that
-        counts FLOPs.
-        """
-        modes, above = _get_current_dispatch_mode_stack(), []
-        while any(mode is self for mode in modes) and modes[-1] is not self:
-            above.append(_pop_mode())
-            modes.pop()
-        super().__exit__(*exception)
-        for mode in reversed(above):
-            _push_mode(mode)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:  # noqa: ANN401
         if any(issubclass(cls, DTensor) for cls in types) and _is_element_wise(func):

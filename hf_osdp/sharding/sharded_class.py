@@ -19,7 +19,6 @@ from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank
 from ..distributed.process_group import require_all
 from ..errors import OSDPError
-from ..modeling.wrapping import is_compiled
 from .state import full_state_dict
 from .unit_order import generating
 
@@ -34,14 +33,13 @@ def keep_class(module: nn.Module) -> None:
 
 
 def mark_managed(model: nn.Module) -> None:
-    """Let only `generate` and compiled blocks read FSDP2's mark, which it sets on every module.
+    """Let only `generate` read FSDP2's mark, which it sets on every module.
 
-    transformers' `generate` then lets all ranks generate equally many tokens, and torch.compile treats weights as
-    FSDP2's. But encoders with LayerDrop (20 classes of transformers 5.23) run every layer where they find it.
+    transformers' `generate` then lets all ranks generate equally many tokens. But encoders with LayerDrop (20 classes
+    of transformers 5.23) run every layer where they find it.
     """
-    compiled = {inner for module in model.modules() if is_compiled(module) for inner in module.modules()}
     for module in model.modules():
-        if not hasattr(module, "generate") and module not in compiled:
+        if not hasattr(module, "generate"):
             vars(module).pop("_is_fsdp_managed_module", None)
 
 

@@ -25,10 +25,11 @@ from ..modeling.split.apply import split_copy
 from ..modeling.units import class_of, dtype_of, embedding_and_head, find_units, large_tables, modules_by_name
 from ..modeling.wrapping import has_running_statistics
 from ..planner.affine import Affine
+from ..planner.block_forms import FORM_FIELDS, BlockForms
 from ..planner.description import DType, GatherSpan, ModelDescription, Segment, UnitDescription, shown_name
 from ..planner.placement import Activations
 from .attention import ASSUMED_CAPABILITY, AttentionCall, Kernel, capability_here, math_kernel_warning
-from .compiled import NotCompiledError
+from .block_forms import FormError, forms_asked, trace_in_forms
 from .lengths import SHORTEST, extended
 from .options import DescribeOptions
 from .pictures import UsualBatch
@@ -110,7 +111,7 @@ class _Describer:
         )
         self._blocks = self._block_classes()
         self._checkpointed = options.activation_checkpointing or is_checkpointed(model)
-        self._compiled = self._blocks if options.compile else ()
+        self._forms = forms_asked(options, self._blocks, self._name)
         self._dtype = options.compute_dtype or self._main_dtype()
         if options.inputs is None and not hasattr(model, "config"):
             raise DescriptionError(
@@ -122,10 +123,6 @@ class _Describer:
     def describe(self) -> ModelDescription:
         if self._checkpointed:
             self._refuse_running_statistics()
-        if self._options.compile and not self._compiled:
-            _log.warning(
-                "%s has no blocks to compile; name their classes with block_classes, or leave compile out.", self._name
-            )
         found = self._traced()
         batch_bytes, cast_bytes = self._input_bytes()
         return ModelDescription(
@@ -142,7 +139,7 @@ class _Describer:
             output_bytes=found.output_bytes,
             trace=self._trace_summary(found.kernels),
             recomputed_by_others=self._checkpointed,
-            compiled_classes=self._compiled,
+            **{name: getattr(self._forms, name) for name in FORM_FIELDS},
         )
 
     def _block_classes(self) -> tuple[str, ...]:
@@ -183,7 +180,7 @@ class _Describer:
         """
         split = self._options.split
         try:
-            trace = self._trace()
+            trace: Trace = trace_in_forms(self._trace_choices, self._units, self._forms)
         except (CheckpointingError, ManyOperatorsError):
             raise
         except DescriptionTimeoutError as error:
@@ -251,64 +248,29 @@ class _Describer:
             len(idle), idle[0].label, f" to {idle[-1].label}" if len(idle) > 1 else "", 100 * share, self._name,
         )  # fmt: skip
 
-    def _trace(self) -> Trace:
-        """Trace the model under every choice of its blocks; if it does not run so, under fewer, and then without
-        compiled blocks.
-        """
+    def _trace_choices(self, forms: BlockForms) -> Trace:
+        """Trace the model under every choice of its blocks; if it does not run so, under fewer."""
+        self._forms = forms
         options = TraceOptions(
             run=self._options, checkpointed_blocks=self._blocks if self._options.activation_checkpointing else None,
-            samples=self._options.samples, most_operators=self._most_operators, is_short=self._is_short,
+            samples=self._options.samples, most_operators=self._most_operators, is_short=self._is_short, forms=forms,
             blocks=self._plain_blocks(),
         )  # fmt: skip
         every, problem = self._choices(), ""
-        left = list(every)
-        while True:
+        for choices in every:
             try:
-                trace = self._trace_compiled(replace(options, choices=left[0]))
+                trace = trace_segments(self._model, self._units, self._inputs, replace(options, choices=choices))
                 break
             except Exception as error:  # with fewer options the model may run
-                if isinstance(error, DescriptionTimeoutError) or not (left[0] or self._compiled):
+                if not choices or isinstance(error, (DescriptionTimeoutError, FormError)):
                     raise
                 _log.debug("The trace failed.", exc_info=True)
                 problem = _reason(error)
-                if not left.pop(0):
-                    kind = type(error).__name__
-                    _log.warning("The model cannot be traced with compiled blocks (%s); they run uncompiled.", kind)
-                    self._compiled, left, problem = (), list(every), ""
         if problem:
-            tried, able = ([text for one in some for text in one.describe()] for some in (every[0], left[0]))
+            tried, able = ([text for one in some for text in one.describe()] for some in (every[0], choices))
             lost = " or ".join(dict.fromkeys(text for text in tried if text not in able))
             _log.warning("No block of %s can %s: %s.", self._name, lost, problem)
         return trace
-
-    def _trace_compiled(self, options: TraceOptions) -> Trace:
-        """Trace the model with as many of its blocks compiled as possible."""
-        while True:
-            blocks = [
-                (i, unit)
-                for i, unit in enumerate(self._units)
-                if unit.span is GatherSpan.USE and len(unit.module_names) == 1
-            ]
-            compiled = frozenset(i for i, unit in blocks if unit.class_name in self._compiled)
-            try:
-                trace = trace_segments(self._model, self._units, self._inputs, replace(options, compiled=compiled))
-            except NotCompiledError as error:
-                if error.class_name not in self._compiled:  # the loss
-                    raise
-                self._leave_uncompiled(error)
-                continue
-            runs = Counter(segment.unit for segment in trace.segments)
-            not_a_block = next(
-                (i for i in compiled if runs[i] > 1 or i in trace.outside_reads), None
-            )  # see `_units_with_spans`
-            if not_a_block is None:
-                return trace
-            reason = "it runs several times in a step, or its weights are read outside of it"
-            self._leave_uncompiled(NotCompiledError(self._units[not_a_block].class_name, reason))
-
-    def _leave_uncompiled(self, error: NotCompiledError) -> None:
-        _log.warning("%s These blocks run uncompiled.", error)
-        self._compiled = tuple(name for name in self._compiled if name != error.class_name)
 
     def _choices(self) -> list[Sequence[Activations]]:
         """Return the choices of activations to trace: first all, then those on the device, then none."""
@@ -354,7 +316,7 @@ class _Describer:
             parts += [f"attention {attention}"]
         parts += [content] if (content := getattr(self._inputs, "content", "")) else []
         parts += ["under autocast"] if options.autocast else []
-        parts += [f"{' and '.join(self._compiled)} compiled"] if self._compiled else []
+        parts += list(filter(None, [self._forms.changed_blocks]))
         parts += ["blocks checkpointed"] if self._checkpointed else []
         return ", ".join(parts)
 

@@ -189,10 +189,9 @@ class FusedGraph:
         return kernels
 
     def _is_fused(self, node: fx.Node) -> bool:
-        if _is_item(node):
-            node = node.args[0]  # type: ignore[assignment]
-        concatenates = isinstance(node.target, OpOverload) and node.target._overloadpacket is aten.cat
-        return _is_fused_operator(node.target) and not (concatenates and self._device_type == "cpu")
+        target = _operator(node).target
+        concatenates = isinstance(target, OpOverload) and target._overloadpacket is aten.cat
+        return _is_fused_operator(target) and not (concatenates and self._device_type == "cpu")
 
     def _is_joinable(self, node: fx.Node) -> bool:
         """Return whether a node's readers may run in its kernel."""
@@ -297,6 +296,11 @@ def _is_item(node: fx.Node) -> bool:
     return isinstance(source, fx.Node) and source.op == "call_function" and not _is_view(source)
 
 
+def _operator(node: fx.Node) -> fx.Node:
+    """Return the node of the operator that computes a node's value, perhaps beside others."""
+    return node.args[0] if _is_item(node) else node  # type: ignore[return-value]
+
+
 @functools.cache
 def _is_fused_operator(target: object) -> bool:
     """Return whether Inductor generates code for an operator, which it does not for matrix products and similar
@@ -314,17 +318,15 @@ def _is_fused_operator(target: object) -> bool:
 
 
 def _is_reduction(node: fx.Node) -> bool:
-    if _is_item(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return isinstance(node.target, OpOverload) and node.target._overloadpacket in _REDUCTIONS
+    target = _operator(node).target
+    return isinstance(target, OpOverload) and target._overloadpacket in _REDUCTIONS
 
 
 def _is_row_reduction(node: fx.Node) -> bool:
     """Return whether a reduction is over the last dimension only, so that elementwise operators on both sides run
     in its kernel.
     """
-    if _is_item(node):
-        node = node.args[0]  # type: ignore[assignment]
+    node = _operator(node)
     dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     size = _value(node.args[0]).dim() if isinstance(node.args[0], fx.Node) else 0
     return {dim % max(1, size) for dim in ([dims] if isinstance(dims, int) else dims or ())} == {size - 1}

@@ -15,10 +15,10 @@ import torch
 from torch._guards import active_fake_mode
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..modeling.activations import host_memory
 from ..modeling.replaced import replaced
+from ..modeling.wrapping import SkippableMode
 from ..planner.cost.placement import pinned_bytes
 from .kernel_scratch import KernelScratch, Processors, kernel_scratch
 from .tensors import call_operator, is_dtensor, storages_in
@@ -68,7 +68,7 @@ class _Storage:
     nbytes: int = 0
 
 
-class MemoryTracker(TorchDispatchMode):
+class MemoryTracker(SkippableMode):
     """Count the bytes of live storages that operators make inside the context; to count fake ones, enter the
     `FakeTensorMode` first.
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..modeling.batch import Inputs, Loss
+from ..modeling.replaced import replaced
+from ..modeling.wrapping import under_autocast
 from ..planner.description import DType
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from .attention import Capability
@@ -52,7 +56,7 @@ class ModelRun:
     Not needed if the model has activation checkpointing enabled already.
     """
     compile: bool = False
-    """The blocks' forwards will be compiled if each compiles as one graph (`ModelDescription.compiled_classes`)."""
+    """The blocks' forwards will be compiled if each compiles as one graph (`planner/block_forms.py`)."""
 
     def __post_init__(self) -> None:
         if self.device_type not in ("cpu", "cuda"):
@@ -67,6 +71,19 @@ class ModelRun:
     def cast_dtype(self) -> torch.dtype | None:
         """Dtype to which FSDP2 casts parameters and inputs; None if it does not cast them."""
         return None if self.autocast else self.torch_dtype
+
+    @contextmanager
+    def running(self, copied: nn.Module, original: nn.Module, device_type: str = "cpu") -> Iterator[None]:
+        """Let a copy of the model run as in training: under autocast, also where the loss calls the original model, as
+        trainers do with `self.model`.
+        """
+        with ExitStack() as stack:
+            if self.autocast and self.torch_dtype is not None:
+                forward = under_autocast(copied.forward, self.torch_dtype, device_type)
+                stack.enter_context(replaced(copied, forward=forward))
+            if self.loss is not None:
+                stack.enter_context(replaced(original, forward=copied.__call__))
+            yield
 
     @property
     def keywords(self) -> dict[str, Any]:

@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from ..modeling.replaced import replaced
+from .tensors import tensors_in
 
 Value = Callable[[torch.Tensor], torch.Tensor | None]
 """Function from a fake tensor to a real one with its values; None if they are not known."""
@@ -45,27 +47,14 @@ def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
 def _of_lists(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(make)
     def made(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401
-        tensors = list(_fakes_in(data)) if isinstance(data, (list, tuple)) else []
-        if tensors and kwargs.get("dtype") is None:
-            dtypes = [tensor.dtype for tensor in tensors]
+        parts = data if isinstance(data, (list, tuple)) else ()
+        dtypes = [tensor.dtype for tensor in tensors_in(parts) if isinstance(tensor, FakeTensor)]
+        if dtypes and kwargs.get("dtype") is None:
             kwargs["dtype"] = functools.reduce(torch.promote_types, dtypes)
-        return make(_plain(data) if tensors else data, *args, **kwargs)
+        plain = tree_map_only(FakeTensor, FakeTensor.tolist, data) if dtypes else data
+        return make(plain, *args, **kwargs)
 
     return made
-
-
-def _fakes_in(data: object) -> Iterator[torch.Tensor]:
-    if isinstance(data, FakeTensor):
-        yield data
-    elif isinstance(data, (list, tuple)):
-        for item in data:
-            yield from _fakes_in(item)
-
-
-def _plain(data: Any) -> Any:  # noqa: ANN401
-    if isinstance(data, FakeTensor):
-        return data.tolist()
-    return [_plain(item) for item in data] if isinstance(data, (list, tuple)) else data
 
 
 def _list_maker(value: Value) -> Callable[[FakeTensor], Any]:

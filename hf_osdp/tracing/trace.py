@@ -22,14 +22,15 @@ from ..modeling.activations import change_forward, host_memory, tensors_of
 from ..modeling.batch import Inputs, loss_of, output_of, same_random_numbers, traceable
 from ..modeling.build import checkpoint_blocks
 from ..modeling.replaced import replaced
-from ..modeling.split.apply import losses_of, untied_parts
+from ..modeling.split.apply import untied_parts
 from ..modeling.units import canonical_name, modules_by_name, segment_modules
-from ..modeling.wrapping import cast_floating, compile_forward, compiled_by, under_autocast
+from ..modeling.wrapping import cast_floating
 from ..planner.affine import Affine
+from ..planner.block_forms import AS_WRITTEN, BlockForms
 from ..planner.description import GatherSpan, Recomputation, RecomputedSegment, Segment, UnitDescription
 from ..planner.placement import Activations
 from .attention import AttentionCall, Kernel
-from .compiled import TracedCompiler
+from .block_forms import change_blocks, forms_in_trace, policies_of_form
 from .cuda_kernels import CudaKernels
 from .equal_blocks import RecordedCall, block_key, call_key
 from .fake_model import OutsideReads, fake_copy, stored_tensors_releaser
@@ -48,10 +49,6 @@ from .segments import (
     with_sent,
 )
 
-_BUDGETS = (0.13, 0.28, 0.53, 0.78)
-"""Budgets traced for compiled blocks, in addition to 0 and 1: torch's partitioner finds only 4 to 6 different cuts
-of a block.
-"""
 _TRACED_EQUAL_BLOCKS = 2
 """Number of equal blocks that are traced: the first one differs, because the model's own forward also holds its
 input.
@@ -71,8 +68,8 @@ class TraceOptions:
     """Choices of activations beside `SAVE`: one that recomputes stands for each policy to recompute
     (`Segment.recomputed`), one on the host comes after the same on the device (`Segment.own_saved_bytes`).
     """
-    compiled: Collection[int] = ()
-    """Indices of units, of one module each, whose forward is compiled."""
+    forms: BlockForms = AS_WRITTEN
+    """The forms of the blocks; those that it changes are not traced as offloaded."""
     most_operators: float = math.inf
     """Operators that a unit may run in forward or backward, see `Recorder`."""
     is_short: bool = False
@@ -169,30 +166,33 @@ def _with_choices(
             found[choice], fully, logs = segments, choices, tracer.recomputed_calls
     plain, full = found[Activations.SAVE], found.get(Activations.RECOMPUTE)
     fully = {unit: choice for unit, choice in fully.items() if choice.recomputes}
-    return plain if full is None else _with_recomputed(plain, full, fully, logs, traced, options)
+    return plain if full is None else _with_recomputed(plain, full, fully, logs, tracer.own_policies, traced, options)
 
 
 def _with_recomputed(
     plain: list[Segment], full: list[Segment], fully: Mapping[int, Activations],
-    logs: Mapping[int, Sequence[LoggedCall]], traced: Callable[[Mapping[int, Activations]], list[Segment]],
-    options: TraceOptions,
+    logs: Mapping[int, Sequence[LoggedCall]], own: Mapping[int, tuple[Recomputation, ...]],
+    traced: Callable[[Mapping[int, Activations]], list[Segment]], options: TraceOptions,
 ) -> list[Segment]:  # fmt: skip
     """Return the segments, each with the traced policies to recompute it that are worth their bytes.
 
-    `full` are those of the fully recomputed units, `fully`, whose operators are in `logs`.
+    `full` are those of the fully recomputed units, `fully`, whose operators are in `logs`; `own` are policies of units
+    that recompute by themselves.
     """
     device_type, samples = options.run.device_type, options.samples[-2]
     policies: dict[int, tuple[Recomputation, ...]] = {}
     for segment, recomputed in zip(plain, full, strict=True) if options.run.partial_recomputation else ():
-        if segment.unit in options.compiled and segment.unit in fully:
-            policies[segment.unit] = tuple(Recomputation(budget=budget) for budget in _BUDGETS)
+        if segment.unit in own and segment.unit in fully:
+            policies[segment.unit] = own[segment.unit]
         elif segment.unit in logs and segment.unit in fully:
             saved_bytes = segment.saved_bytes.bytes(samples) - recomputed.saved_bytes.bytes(samples)
             policies[segment.unit] = recomputations(logs[segment.unit], saved_bytes, device_type)[1:]
     traces = [full]
     for number in range(max(map(len, policies.values()), default=0)):
         partially = {
-            unit: Activations(recomputation=own[min(number, len(own) - 1)]) for unit, own in policies.items() if own
+            unit: Activations(recomputation=some[min(number, len(some) - 1)])
+            for unit, some in policies.items()
+            if some
         }
         traces.append(traced({**fully, **partially}))
     found = []
@@ -272,22 +272,20 @@ class _Tracer:
         """The traced calls of equal blocks in the current batch."""
         self._cuda = CudaKernels(options.run.capability) if options.run.device_type == "cuda" else None
         self.kernels: Mapping[Kernel, AttentionCall] = {} if self._cuda is None else self._cuda.found
-        self._compiler = TracedCompiler(self._mode, self._cuda)
+        of_units = ((i, policies_of_form(options.forms, unit.class_name)) for i, unit in enumerate(units))
+        self.own_policies = {i: policies for i, policies in of_units if policies}
+        """Policies to recompute the blocks whose form recomputes by itself."""
         self.reads = OutsideReads(self._modules, units)
 
     def run(self, samples: Samples, choices: Mapping[int, Activations] = {}) -> list[list[SegmentRecord]]:
         """Return the segment records of each batch size, with these choices of units' activations."""
-        run = self._options.run
         self._logs, self._equal_to, self.output_bytes = {}, {}, []
         with _forwards_restored(self._fake), ExitStack() as stack:
-            stack.callback(self._compiler.close)
+            self._forms = stack.enter_context(forms_in_trace(self._mode, self._cuda))
             self._transform_blocks(choices)
             stack.enter_context(host_memory(lambda like: None))
             stack.enter_context(self.reads)
-            if run.autocast and run.torch_dtype is not None:
-                stack.enter_context(replaced(self._fake, forward=under_autocast(self._fake.forward, run.torch_dtype)))
-            if run.loss is not None:  # it may call the original model, as trainers do with `self.model`
-                stack.enter_context(replaced(self._model, forward=self._fake.__call__))
+            stack.enter_context(self._options.run.running(self._fake, self._model))
             self._wrap(stack)
             records = [self._run(self._batches[count]) for count in samples]
         _refuse_fake_gradients(self._model)
@@ -295,23 +293,19 @@ class _Tracer:
 
     def able(self, unit: int, choice: Activations) -> Activations:
         """Return the part of a choice that a unit can do: a second forward would change some buffers twice, and
-        compiled blocks are not offloaded.
+        blocks in another form are not offloaded.
         """
         again = replace(choice, recomputation=None) if unit in self.changing else choice
-        return again.kept if unit in self._options.compiled else again
+        return again.kept if unit in self.own_policies else again
 
     def _transform_blocks(self, choices: Mapping[int, Activations]) -> None:
-        """Compile the blocks' forwards, and treat their activations as chosen."""
-        compiled = self._options.compiled
-        with compiled_by(self._compiler.compile):
-            for index in dict.fromkeys((*compiled, *choices)):
-                block, choice = self._modules[self._units[index].module_names[0]], choices.get(index, Activations.SAVE)
-                policy = choice.recomputation
-                if index not in compiled and policy is not None and not policy.saved_calls:
-                    block.forward = self._logged(index, block)
-                change_forward(block, choice, compiled=index in compiled)
-            for loss in losses_of(self._fake) if compiled else ():
-                compile_forward(loss)
+        """Give the blocks their forms, and treat their activations as chosen."""
+        change_blocks(self._fake, self._options.forms)
+        for index, choice in choices.items():
+            block, policy = self._modules[self._units[index].module_names[0]], choice.recomputation
+            if index not in self.own_policies and policy is not None and not policy.saved_calls:
+                block.forward = self._logged(index, block)
+            change_forward(block, choice)
 
     @property
     def recomputed_calls(self) -> dict[int, Sequence[LoggedCall]]:
@@ -360,7 +354,7 @@ class _Tracer:
             )  # fmt: skip
             self._calls.clear()
             stack.enter_context(recorder)
-            stack.enter_context(self._compiler.recording(recorder))
+            self._forms.memory = recorder
             if self._cuda is not None:
                 stack.enter_context(self._cuda)
             output = output_of(self._fake, fakes, self._options.run.loss)

@@ -16,10 +16,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from hf_osdp import OptimalShardedDataParallel, OSDPConfig
 from hf_osdp.modeling import selective
 from hf_osdp.modeling.units import find_units
-from hf_osdp.modeling.wrapping import is_compiled, recompute
+from hf_osdp.modeling.wrapping import recompute
 from hf_osdp.planner.description import Recomputation
 from hf_osdp.planner.placement import Activations
 from hf_osdp.sharding.apply import apply_plan
+from hf_osdp.tracing.block_forms.compiled import CompiledForward
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import SEQUENCE_LENGTH, tiny_batch, tiny_loss, tiny_model
 from tests.helpers.training import train_sharded
@@ -78,7 +79,7 @@ def test_compiled_blocks_train_in_bf16_as_they_do_uncompiled():
         apply_plan(
             model, plan, units, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         )
-        assert is_compiled(model.transformer.h[0]) is (layout == "compiled")
+        assert isinstance(model.transformer.h[0].forward, CompiledForward) is (layout == "compiled")
         losses[layout] = torch.tensor(train_sharded(model, plan, steps=4).losses)
     torch.testing.assert_close(losses["compiled"], losses["mixed"], rtol=1e-2, atol=0.0)  # bf16 has 8 bits
     assert losses["mixed"].unique().numel() > 1, "it trains"

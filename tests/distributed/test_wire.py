@@ -101,7 +101,9 @@ def test_zeros_stay_zeros():
 
 def test_allowed_formats_are_no_coarser_than_asked():
     assert (
-        formats_up_to(None) == () and formats_up_to(INT8) == (BF16, INT8) and formats_up_to(INT4) == tuple(WireFormat)
+        formats_up_to("exact") == ()
+        and formats_up_to(INT8) == (BF16, INT8)
+        and formats_up_to(INT4) == tuple(WireFormat)
     )
 
 

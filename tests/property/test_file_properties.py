@@ -23,7 +23,6 @@ from hf_osdp.planner.decision import UnitDecision
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.hardware import (
     Backend,
-    CodecTime,
     Collective,
     CollectiveTiming,
     DeviceSpec,
@@ -39,7 +38,6 @@ from hf_osdp.planner.profile import Profile, SegmentTimes, SegmentWork, TimePoin
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.split import ModelSplit, OperatorSplit
 from hf_osdp.planner.training_job import OptimizerStep, TrainingJob, divisors
-from hf_osdp.planner.wire import WireFormat
 from hf_osdp.report.explain import explain
 from hf_osdp.report.explain_tables import peak_table, unit_bytes_table
 from hf_osdp.report.plan_file import PlanInputs, plan_file_content, read_plan_file
@@ -81,8 +79,6 @@ hardwares = st.builds(
     inter_node=links,
     backend=st.sampled_from(Backend), timings=st.lists(timings, max_size=2).map(tuple), host=st.none() | hosts,
     fsdp_overhead=st.none() | handlings,
-    codecs=st.lists(st.builds(CodecTime, wire=st.sampled_from(WireFormat), encode_s=seconds, decode_s=seconds),
-                    max_size=2).map(tuple),
 )  # fmt: skip
 segments = st.builds(
     SegmentTimes, class_name=texts, sequence_length=counts, compute_dtype=st.sampled_from(DType),

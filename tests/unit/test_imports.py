@@ -84,16 +84,22 @@ def test_public_names_resolve_and_others_do_not():
         from hf_osdp import nonexistent  # noqa: F401
 
 
-@pytest.mark.parametrize(
-    "feature", ["operators in slices", "loss in chunks", "Muon", "8- and 4-bit optimizers", "offloading"]
-)
+MODULES = {
+    "wire formats": ("planner/wire.py", "planner/search/wires.py", "distributed/wire.py", "planner/decision.py",
+                     "planner/search/strategies.py", "sharding/apply.py"),
+    "compiled blocks": tuple(f"{folder}/block_forms" for folder in
+                             ("planner", "tracing", "preparation", "integrations")),
+    "offloading": ("planner/placement.py", "planner/cost/placement.py", "modeling/activations.py", "sharding/host.py",
+                   "integrations/plugin.py", "planner/optimizers.py"),
+    **dict.fromkeys(("operators in slices", "loss in chunks"), ("modeling/split/", "planner/split.py")),
+    **dict.fromkeys(("Muon", "8- and 4-bit optimizers"), ("sharding/optimizers/", "planner/optimizers.py")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("feature", MODULES)
 def test_a_feature_is_named_only_in_its_modules(feature):
     """Its row in design.md has the modules, and the number of files today."""
     row = next(line for line in DESIGN.read_text("utf-8").splitlines() if line.startswith(f"| {feature} |"))
     found = files_naming(feature)
     assert len(found) == int(row.split("|")[-2]) <= 6
-    modules = (
-        "modeling/split/", "sharding/optimizers/", "planner/split.py", "planner/optimizers.py", "planner/placement.py",
-        "planner/cost/placement.py", "modeling/activations.py", "sharding/host.py", "integrations/plugin.py",
-    )  # fmt: skip
-    assert all(name.startswith(modules) for name in found)
+    assert all(name.startswith(MODULES[feature]) for name in found)

@@ -138,8 +138,9 @@ def unit_collective_seconds(
     scatter_s = sharded_seconds(hardware, Collective.REDUCE_SCATTER, size, stage, reduced_bytes, scatter.sent_bytes)
     part = reduced_bytes // size if replicas.sent_bytes is None else replicas.sent_bytes
     replicas_s = collective_seconds(hardware, Collective.ALL_REDUCE, replicate_ring(hardware, size), part)
+    rate = hardware.device.memory_bytes_per_s
     return (
-        gather_s + gather.gather_seconds(hardware.coding_time),
-        scatter_s + scatter.reduce_seconds(hardware.coding_time),
-        replicas_s + replicas.reduce_seconds(hardware.coding_time) + replicas.gather_seconds(hardware.coding_time),
+        gather_s + gather.gather_seconds(rate),
+        scatter_s + scatter.reduce_seconds(rate),
+        replicas_s + replicas.reduce_seconds(rate) + replicas.gather_seconds(rate),
     )

@@ -15,6 +15,7 @@ from ..description import ModelDescription
 from ..placement import HOST_OPTIONS
 from ..problem import PlanningProblem, Strategy
 from ..split import ModelSplit
+from ..training_job import EXACT
 from .search import SearchResult, fastest_without_limit, least_memory, search, search_or_floor
 
 _log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ def compare_strategies(
     Args:
         problem: the problem of the model without splits.
         split: description of the split model, which OSDP takes instead.
-        eager: the model without compilation, if the problem's blocks are compiled, which adds rows.
+        eager: the model with its blocks as they are, if the problem's have another form, which adds rows.
     """
     several = 1 < problem.hardware.devices_per_node < problem.hardware.world_size
     for one in Strategy:
@@ -65,7 +66,7 @@ def compare_strategies(
             asked = replace(
                 problem, strategy=one, description=split if split and one is Strategy.OSDP else problem.description
             )
-            exact = replace(asked, job=replace(asked.job, communication=None))
+            exact = replace(asked, job=replace(asked.job, communication=EXACT))
             if exact != asked and one in (problem.strategy, Strategy.OSDP):
                 yield best_of(asked)
                 yield best_of(exact, "exact")
@@ -90,7 +91,7 @@ def as_scripts_run(problem: PlanningProblem, *, recompute: bool) -> PlanningProb
     job, precision = problem.job, problem.job.precision
     places: dict[str, Any] = {name: name in job.asked for name in HOST_OPTIONS}
     fixed = replace(
-        job, recompute=recompute, **places, communication=None,
+        job, recompute=recompute, **places, communication=EXACT,
         precision=precision if recompute else replace(precision, reduce=None),
     )  # fmt: skip
     return replace(problem, job=fixed)
@@ -196,15 +197,15 @@ def choose_description(
     """Return the description of the plain or a split model whose best plan is fastest; if no plan fits, the one that
     needs least memory.
 
-    Splits save memory. They are tried only if the limit slows the plain model down, or if blocks are compiled, because
-    a loss in chunks is then compiled too. Single strategies take the plain model. A split for which `describe` raises
+    Splits save memory. They are tried only if the limit slows the plain model down, or if blocks have another form,
+    which the loss in chunks then has, too. Single strategies take the plain model. A split for which `describe` raises
     a DescriptionError is left out.
     """
     plain = problem.description
     if problem.strategy is not Strategy.OSDP:
         return plain
     best, chosen = _rank(problem), plain
-    if not best[0] and not plain.compiled_classes and best[1] <= NEAR * fastest_without_limit(problem):
+    if not best[0] and not plain.changed_blocks and best[1] <= NEAR * fastest_without_limit(problem):
         return plain
     for split in splits():
         try:

@@ -16,7 +16,7 @@ from ..description import GatherSpan, UnitDescription
 from ..hardware import Hardware
 from ..placement import ACTIVATION_OPTION, WITHOUT_FSDP, Activations, Place, activation_choices
 from ..problem import PlanningProblem, Strategy
-from ..training_job import TrainingJob, divisors
+from ..training_job import EXACT, TrainingJob, divisors
 from .wires import with_wires
 
 
@@ -74,7 +74,7 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
     for allowed in every:
         layouts = {i: _layouts(description.units[i], choices[i], allowed, problem.job) for i in set(first_alike)}
         spaces.append(tuple(layouts[i] for i in first_alike))
-    if problem.job.communication is not None:
+    if problem.job.communication != EXACT:
         spaces = with_wires(problem, shapes, spaces)
     return tuple(
         {tuple(map(id, space)): space for space in spaces}.values()

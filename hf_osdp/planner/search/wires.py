@@ -60,8 +60,7 @@ def fastest_wires(
 
     def seconds(name: str, term: str, wire: WireFormat | None) -> float:
         changed: dict[str, Any] = {name: wire}
-        taken: float = getattr(unit_seconds(unit, replace(layout, **changed), hardware, job), term)
-        return taken
+        return float(getattr(unit_seconds(unit, replace(layout, **changed), hardware, job), term))
 
     return {
         name: min((None, *wires), key=functools.partial(seconds, name, term))

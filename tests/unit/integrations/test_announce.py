@@ -8,7 +8,7 @@ import pytest
 
 from hf_osdp.integrations.announce import announce_plan, announce_result
 from hf_osdp.measurement.step_meter import Observation
-from hf_osdp.preparation.compilation import Compilation
+from hf_osdp.preparation.block_forms import FormGain
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.preparation.plan_run import plan_run
 from tests.helpers.models import SEQUENCE_LENGTH, tiny_model
@@ -26,8 +26,8 @@ def run():
 @pytest.mark.parametrize(("times", "advice"), [(1.5, False), (0.5, True)])
 def test_compiled_run_says_what_compilation_gains(run, capsys, times, advice):
     step_s = run.plan.step_s
-    weighed = Compilation(eager_step_s=times * step_s, step_s=step_s, compile_s=1.0, steps=None)
-    compiled = replace(run, plan=replace(run.plan, compiled_classes=("GPT2Block",)), compilation=weighed)
+    weighed = FormGain(eager_step_s=times * step_s, step_s=step_s, compile_s=1.0, steps=None)
+    compiled = replace(run, plan=replace(run.plan, compiled_classes=("GPT2Block",)), gain=weighed)
     announce_plan(compiled)
     said = " ".join(capsys.readouterr().out.split())
     assert f"compiled blocks make a step {times:.2f} times as fast" in said

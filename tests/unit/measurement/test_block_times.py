@@ -18,7 +18,6 @@ from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile, with_block_times
-from hf_osdp.planner.wire import WireFormat
 from hf_osdp.tracing.describe import describe
 from tests.helpers.distributed import run_ranks
 from tests.helpers.sampling import slow_but
@@ -155,10 +154,6 @@ def test_measure_profile_is_equal_on_all_ranks():
         assert work(4, 2**20) > 0, (
             "of a few tensors; on a busy machine a call or a tensor alone may come out as nothing"
         )
-    assert [codec.wire for codec in profile.hardware.codecs] == list(WireFormat)
-    assert all(
-        1e-12 < seconds < 1e-3 for codec in profile.hardware.codecs for seconds in (codec.encode_s, codec.decode_s)
-    )
     assert len(profile.device_names) == 2
     with_block_times(describe(CONFIGS["gpt2"], sequence_length=12), profile)
 

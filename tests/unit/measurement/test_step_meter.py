@@ -12,13 +12,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from hf_osdp.measurement.step_meter import LoopMeter, Observation, StepMeter, training_tensors
 from hf_osdp.measurement.timing import CollectiveTotal, timings_of, totals_of
 from hf_osdp.modeling.step_hooks import after_step
+from hf_osdp.modeling.wrapping import SkippableMode
+from hf_osdp.planner.block_forms import BlockForms
 from hf_osdp.planner.hardware import Collective
-from hf_osdp.tracing.memory_tracker import MemoryTracker
+from hf_osdp.tracing.block_forms import change_blocks
+from hf_osdp.tracing.block_forms.compiled import COMPILER
 from tests.helpers.distributed import run_ranks
 
 ELEMENTS = 100_000
@@ -140,12 +143,39 @@ class Model(torch.nn.Module):
         return (self.weight * batch).sum()
 
 
+def test_compiled_code_skips_the_tracker_so_that_its_peak_is_unknown_and_one_step_is_clocked(monkeypatch):
+    clocked = []
+
+    class Clock(SkippableMode):
+        def __init__(self, device):
+            super().__init__()
+
+        def __enter__(self):
+            clocked.append(meter.steps)
+            return super().__enter__()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr("hf_osdp.measurement.step_meter.CollectiveClock", Clock)
+    monkeypatch.setattr("hf_osdp.measurement.step_meter.world_size", lambda: 2)
+    token, model = COMPILER.set(lambda module, forward, budget: forward), Model()
+    change_blocks(model, BlockForms(compiled_classes=("Model",)))
+    COMPILER.reset(token)
+    meter = StepMeter("cpu", lambda: [])
+    for _ in range(4):
+        meter.step_begins()
+        model(torch.zeros(ELEMENTS)).backward()
+        meter.step_ends()
+    assert meter.peak_bytes is None and clocked == [2]
+
+
 def metered(
     steps: int = 4, micro_steps: int | None = None
 ) -> tuple[Model, torch.optim.Optimizer, LoopMeter, list[Observation]]:
     told: list[Observation] = []
     model = Model()
-    plan = SimpleNamespace(accumulation_steps=micro_steps, compiled_classes=())
+    plan = SimpleNamespace(accumulation_steps=micro_steps)
     meter = LoopMeter(model, torch.device("cpu"), told.append, plan, may_skip=micro_steps is not None, steps=steps)
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False), meter, told
 
@@ -216,18 +246,21 @@ def test_loop_meter_finish_reports_a_short_loop_and_nothing_of_one_without_steps
 
 def test_loop_meter_leaves_a_dispatch_mode_of_the_user_in_place():
     """It is opened in one place and closed in another, around ours."""
-    model, optimizer, _, told = metered(steps=3)
-    for step in range(3):
+    model, optimizer, _meter, told = metered(steps=3)
+    for _ in range(3):
         loss = model(torch.ones(ELEMENTS))
-        mine = MemoryTracker(block_bytes=1)
-        with mine:
+        with Plain() as mine:
             loss.backward()
             optimizer.step()
-            if step == 1:
-                assert _get_current_dispatch_mode_stack()[-1] is mine
+            assert _get_current_dispatch_mode_stack() == [mine]
         optimizer.zero_grad()
     model(torch.ones(ELEMENTS))
     assert told and not _get_current_dispatch_mode_stack()
+
+
+class Plain(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
 
 
 def test_loop_meter_does_not_keep_a_deleted_model_alive():

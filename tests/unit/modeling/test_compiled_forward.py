@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from hf_osdp.modeling.wrapping import CompiledForward, compile_forward, is_compiled, without_wrappers
+from hf_osdp.integrations.block_forms import unwrapped
+from hf_osdp.planner.block_forms import BlockForms
+from hf_osdp.preparation.config import OSDPConfig
+from hf_osdp.tracing.block_forms.compiled import CompiledForward, change_blocks
+
+NORMED = BlockForms(compiled_classes=("Normed",))
 
 
 class Normed(nn.Module):
@@ -41,20 +46,20 @@ def block() -> nn.Module:
 def test_wrappers_of_torch_compile_are_taken_off_a_model_and_its_modules():
     plain = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
     names = list(plain.state_dict())
-    assert without_wrappers(plain) == (plain, False)
+    assert unwrapped(plain, OSDPConfig()) == (plain, OSDPConfig())
     inner = plain[0]
     plain[0], plain[1][0] = torch.compile(inner), torch.compile(plain[1][0])
     wrapped = torch.compile(plain)
     assert list(wrapped.state_dict()) != names
-    model, is_wrapped = without_wrappers(wrapped)
-    assert is_wrapped and model is plain and model[0] is inner and list(model.state_dict()) == names
+    model, config = unwrapped(wrapped, OSDPConfig())
+    assert config.compile and model is plain and model[0] is inner and list(model.state_dict()) == names
     with pytest.raises(ValueError, match="with a backend other than inductor cannot be planned; use inductor"):
-        without_wrappers(torch.compile(nn.Linear(2, 2), backend="eager"))
+        unwrapped(torch.compile(nn.Linear(2, 2), backend="eager"), OSDPConfig())
 
 
 def test_statistics_of_batch_norm_in_a_compiled_block_count_each_batch_once(block):
     compiled = copy.deepcopy(block)
-    compile_forward(compiled)
+    change_blocks(compiled, NORMED)
     torch.testing.assert_close(stepped(compiled), stepped(block))
     assert compiled.norm.num_batches_tracked == 2
 
@@ -64,10 +69,10 @@ def test_copies_of_a_model_with_compiled_blocks_run_their_own_weights(block, cop
     monkeypatch.setattr(
         torch, "compile", lambda forward, **options: lambda *args: forward(*args)
     )  # whose weights run does not need code
-    compile_forward(block)
+    change_blocks(block, NORMED)
     block(torch.ones(2, 4))
     other = copied(block)
-    assert is_compiled(other) and isinstance(other.forward, CompiledForward)
+    assert isinstance(other.forward, CompiledForward)
     with torch.no_grad():
         other.norm.weight.zero_()
     assert other(torch.ones(2, 4)).abs().max() == 0 and block.norm.weight.abs().max() > 0

@@ -161,7 +161,7 @@ def with_all(**values: Any) -> Plan:
 
 
 BEYOND = {
-    "blocks are compiled": replace(EXPORTED, compiled_classes=("Block",)),
+    "it has Block compiled": replace(EXPORTED, compiled_classes=("Block",)),
     "2 group sizes (2, 4)": with_block(shard_size=4),
     "some units live on the host": with_block(on_host=True),
     "'model.layers.0' recomputes its activations": with_block(activations=Activations.RECOMPUTE),

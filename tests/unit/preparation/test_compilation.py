@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from hf_osdp.errors import InfeasibleError
 from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.description import ModelDescription
-from hf_osdp.preparation.compilation import Compilation
+from hf_osdp.preparation.block_forms import FormGain
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.preparation.find_plan import Describer, ProblemBuilder
 from hf_osdp.preparation.plan_run import PlannedRun, plan_run
@@ -38,10 +38,10 @@ ALL_THE_SAME = "Blocks run eager; compile=True compiles them anyway."
 def test_compilation_pays_where_steps_are_faster_and_win_back_the_compiling(
     eager_step_s, steps, pays, compiled, eager
 ):
-    weighed = Compilation(eager_step_s=eager_step_s, step_s=2.0, compile_s=12.0, steps=steps)
+    weighed = FormGain(eager_step_s=eager_step_s, step_s=2.0, compile_s=12.0, steps=steps)
     assert weighed.pays is pays
-    assert weighed.line(compiles=True) == compiled
-    assert eager is None or weighed.line(compiles=False) == eager
+    assert weighed.line == compiled
+    assert eager is None or replace(weighed, taken=False).line == eager
 
 
 @pytest.fixture
@@ -75,8 +75,8 @@ def planned(model: GPT2LMHeadModel, *, steps: int | None = None, **options: obje
 def test_auto_compiles_where_that_pays_and_true_in_any_case(model, compile, steps, compiles):
     run = planned(model, compile=compile, steps=steps)
     assert bool(run.plan.compiled_classes) is bool(run.problem.description.compiled_classes) is compiles
-    assert (run.compilation is None) is (compile is True), "nothing was compared"
-    assert compile is True or run.compilation.pays is compiles
+    assert (run.gain is None) is (compile is True), "nothing was compared"
+    assert compile is True or run.gain.pays is run.gain.taken is compiles
 
 
 def test_auto_leaves_blocks_as_they_are_where_none_fits_compiled(model, monkeypatch):

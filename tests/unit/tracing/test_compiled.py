@@ -14,9 +14,11 @@ from torch.utils._pytree import tree_map_only
 from transformers import AlbertConfig, GPT2Config, LlamaConfig
 
 from hf_osdp.modeling.build import build_on_meta
-from hf_osdp.modeling.wrapping import compile_forward, compiled_by, is_compiled
+from hf_osdp.modeling.wrapping import recompute
+from hf_osdp.planner.block_forms import BlockForms
 from hf_osdp.planner.description import DType, ModelDescription, Recomputation
-from hf_osdp.tracing.compiled import TracedCompiler
+from hf_osdp.tracing.block_forms import change_blocks, forms_in_trace
+from hf_osdp.tracing.block_forms.compiled import CompiledForward
 from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.fake_model import fake_copy
 from hf_osdp.tracing.memory_tracker import MemoryTracker
@@ -57,6 +59,12 @@ def with_leaf(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any,
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
+def compile_block(block: nn.Module, way: Recomputation | None = None) -> None:
+    change_blocks(block, BlockForms(compiled_classes=(type(block).__name__,)))
+    if way is not None:
+        recompute(block, way)
+
+
 def levels(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], memory: MemoryTracker) -> dict[str, float]:
     """Bytes of a forward and backward, in hidden states: forward's peak, what it leaves, backward's peak above
     that.
@@ -74,22 +82,17 @@ def levels(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], memo
 def estimated(name: str, way: Recomputation | None) -> dict[str, float]:
     block, *call = block_of(name)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fake, compiler = fake_copy(block, mode), TracedCompiler(mode)
-    with compiled_by(compiler.compile):
-        compile_forward(fake, way)
-    memory = MemoryTracker(block_bytes=1)
-    try:
-        with mode:
-            args, kwargs = tree_map_only(
-                torch.Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype), tuple(call)
-            )
-            args, kwargs = with_leaf(args, kwargs)
-            with memory:
-                pass  # it has seen the mode of fake tensors, and counts what compiled code makes alone
-            with compiler.recording(memory):
-                return levels(fake, args, kwargs, memory)
-    finally:
-        compiler.close()
+    fake, memory = fake_copy(block, mode), MemoryTracker(block_bytes=1)
+    with forms_in_trace(mode) as forms, mode:
+        compile_block(fake, way)
+        args, kwargs = tree_map_only(
+            torch.Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype), tuple(call)
+        )
+        args, kwargs = with_leaf(args, kwargs)
+        with memory:
+            pass  # it has seen the mode of fake tensors, and counts what compiled code makes alone
+        forms.memory = memory
+        return levels(fake, args, kwargs, memory)
 
 
 def allocated(name: str, way: Recomputation | None, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
@@ -118,7 +121,7 @@ def allocated(name: str, way: Recomputation | None, monkeypatch: pytest.MonkeyPa
         guards, "_empty_strided_cpu", lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
     )
     block, *call = block_of(name)
-    compile_forward(block, way)
+    compile_block(block, way)
     torch._dynamo.reset()
     try:
         with torch._inductor.config.patch(force_disable_caches=True):  # code of another test has the other function
@@ -231,13 +234,13 @@ def test_copy_of_a_compiled_module_runs_its_own_parameters():
     import copy
 
     module = Whole()
-    compile_forward(module)
+    compile_block(module)
     other = copy.deepcopy(module)
     with torch.no_grad():
         other.inner.weight.zero_()
         other.inner.bias.zero_()
     x = torch.randn(2, 8)
-    assert is_compiled(other)
+    assert isinstance(other.forward, CompiledForward)
     assert torch.equal(other(x), x)
     assert not torch.equal(module(x), x)
 

@@ -9,26 +9,34 @@ allocates and frees as its kernels do.
 from __future__ import annotations
 
 import functools
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import DescriptionError
-from ..modeling.wrapping import budget_of
-from ..planner.description import Recomputation
-from .cuda_kernels import CudaKernels
-from .fused_graph import FusedGraph, FusedKernel, known_sizes
-from .memory_tracker import MemoryTracker
-from .recorder import Recorder
-from .tensors import DEVICE
+from ...errors import DescriptionError, DescriptionTimeoutError
+from ...modeling.units import class_of
+from ...planner.block_forms import BlockForms
+from ...planner.description import Recomputation, UnitDescription
+from ..cuda_kernels import CudaKernels
+from ..fused_graph import FusedGraph, FusedKernel, known_sizes
+from ..memory_tracker import MemoryTracker
+from ..options import ModelRun
+from ..recorder import Recorder
+from ..tensors import DEVICE
+from .compiled import COMPILER
 
+_BUDGETS = tuple(Recomputation(budget=budget) for budget in (0.13, 0.28, 0.53, 0.78))
+"""Budgets traced in addition to 0 and 1: torch's partitioner finds only 4 to 6 different cuts of a block."""
+_log = logging.getLogger(__name__)
 _MAX_VARIANTS = 256
 """Most compilations of one forward that dynamo keeps: one for each batch size and budget."""
 
@@ -43,51 +51,31 @@ class TracedCompiler:
 
     def __init__(self, mode: FakeTensorMode, cuda: CudaKernels | None = None) -> None:
         self._mode, self._cuda = mode, cuda
-        self._memory: MemoryTracker | None = None
+        self.memory: MemoryTracker | None = None
+        """Records what compiled forwards and their backwards allocate and compute."""
         self._runs = 0
         """Number of graphs that ran."""
-        self._backend = functools.cache(self._make_backend)
+        self.backend = functools.cache(self._make_backend)
 
-    @contextmanager
-    def recording(self, memory: MemoryTracker) -> Iterator[None]:
-        """Record in `memory` what compiled forwards and their backwards allocate and compute."""
-        self._memory = memory
-        limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), _MAX_VARIANTS)
-        try:
-            with torch._dynamo.config.patch(limits):
-                yield
-        finally:
-            self._memory = None
+    def compile(self, module: nn.Module, forward: Callable[..., Any], budget: float) -> Callable[..., Any]:
+        """Return a block's compiled forward; calling it raises FormError if compilation fails."""
+        compiled = torch.compile(forward, backend=self.backend(budget), fullgraph=True, dynamic=False)
+        name = class_of(module).__name__
 
-    def close(self) -> None:
-        """Clear dynamo's caches: they belong to the code of a forward, and training compiles the same code for
-        real.
-        """
-        if self._backend.cache_info().currsize:
-            torch._dynamo.reset()
-
-    def compile(self, original: Callable[..., Any], recomputation: Recomputation | None = None) -> Callable[..., Any]:
-        """Return a block's compiled forward; calling it raises NotCompiledError if compilation fails."""
-        compiled = torch.compile(
-            original, backend=self._backend(budget_of(recomputation)), fullgraph=True, dynamic=False
-        )
-
-        @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> object:
-            name = type(original.__self__).__name__  # type: ignore[attr-defined]
+        def run(*args: Any, **kwargs: Any) -> object:
             runs = self._runs
             with self._modes_disabled():
                 try:
                     output: object = compiled(*args, **kwargs)
                 except (torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:
                     if isinstance(error, torch._dynamo.exc.TorchDynamoException) or "compiled frames" in str(error):
-                        raise NotCompiledError(name, str(error) or type(error).__name__) from error
+                        raise FormError(name, str(error) or type(error).__name__) from error
                     raise
             if self._runs == runs:
-                raise NotCompiledError(name, "dynamo is switched off in this process")
+                raise FormError(name, "dynamo is switched off in this process")
             return output
 
-        return forward
+        return run
 
     def _make_backend(self, budget: float) -> Callable[..., Any]:
         """Return dynamo's backend for a budget.
@@ -127,8 +115,8 @@ class TracedCompiler:
     def _launch(self, kernel: FusedKernel, values: dict[fx.Node, Any]) -> None:
         """Allocate what a kernel writes, and release what no later kernel reads."""
         with ExitStack() as stack:
-            if isinstance(self._memory, Recorder):
-                stack.enter_context(self._memory.kernel(kernel.work))
+            if isinstance(self.memory, Recorder):
+                stack.enter_context(self.memory.kernel(kernel.work))
             for node in kernel.writes:
                 values.pop(kernel.reuses.get(node), None)  # type: ignore[arg-type]
                 like = node.meta["val"]
@@ -140,8 +128,8 @@ class TracedCompiler:
 
     def _allocate(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         made = torch.empty_strided(shape, stride, dtype=dtype, device=DEVICE)
-        if self._memory is not None:
-            self._memory.track([made])
+        if self.memory is not None:
+            self.memory.track([made])
         return made
 
     def _result(self, node: fx.Node, graph: FusedGraph, values: dict[fx.Node, Any]) -> object:
@@ -166,10 +154,65 @@ class TracedCompiler:
                 _push_mode(mode)
 
 
-class NotCompiledError(DescriptionError):
+@contextmanager
+def forms_in_trace(mode: FakeTensorMode, cuda: CudaKernels | None = None) -> Iterator[TracedCompiler]:
+    """Let forwards that are made inside the context compile for a trace; arguments are those of `TracedCompiler`."""
+    compiler = TracedCompiler(mode, cuda)
+    token = COMPILER.set(compiler.compile)
+    try:
+        with torch._dynamo.config.patch(
+            dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), _MAX_VARIANTS)
+        ):
+            yield compiler
+    finally:
+        COMPILER.reset(token)
+        if compiler.backend.cache_info().currsize:  # its code is of forwards that training compiles for real
+            torch._dynamo.reset()
+
+
+class FormError(DescriptionError):
     """A block that dynamo cannot compile as one graph."""
 
     def __init__(self, class_name: str, reason: str) -> None:
         self.class_name = class_name
         first = next((line.strip() for line in reason.splitlines() if line.strip()), "no reason was given")
         super().__init__(f"{class_name} does not compile as one graph ({first[:120].rstrip('.')}).")
+
+
+def policies_of_form(forms: BlockForms, class_name: str) -> tuple[Recomputation, ...]:
+    """Return the policies to recompute a class of compiled blocks partially; none if it runs as the model has it."""
+    return _BUDGETS if forms.changes(class_name) else ()
+
+
+def forms_asked(run: ModelRun, classes: tuple[str, ...], model_name: str) -> BlockForms:
+    """Return the forms of blocks of these classes; warn if they are to be compiled and there are none."""
+    if run.compile and not classes:
+        _log.warning(
+            "%s has no blocks to compile; name their classes with block_classes, or leave compile out.", model_name
+        )
+    return BlockForms(compiled_classes=classes if run.compile else ())
+
+
+def trace_in_forms(trace: Callable[[BlockForms], Any], units: Sequence[UnitDescription], forms: BlockForms) -> Any:  # noqa: ANN401  a `Trace`
+    """Trace a model with as many of its blocks compiled as possible; the last call of `trace` has them."""
+    while True:
+        try:
+            found = trace(forms)
+            runs = Counter(segment.unit for segment in found.segments)
+            for index, unit in enumerate(units):
+                if forms.changes(unit.class_name) and (runs[index] > 1 or index in found.outside_reads):
+                    reason = "it runs several times in a step, or its weights are read outside of it"
+                    raise FormError(unit.class_name, reason)
+            return found
+        except Exception as error:
+            if not forms.changed_blocks or isinstance(error, DescriptionTimeoutError):
+                raise
+            left: tuple[str, ...] = ()
+            if isinstance(error, FormError) and forms.changes(error.class_name):
+                _log.warning("%s These blocks run uncompiled.", error)
+                left = tuple(name for name in forms.compiled_classes if name != error.class_name)
+            else:
+                name = type(error).__name__
+                _log.warning("The model cannot be traced with compiled blocks (%s); they run uncompiled.", name)
+                _log.debug("The trace with compiled blocks failed.", exc_info=True)
+            forms = BlockForms(compiled_classes=left)
