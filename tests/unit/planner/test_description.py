@@ -100,7 +100,6 @@ def test_impossible_descriptions_and_splits_raise_value_error(part, make):
             {"saved_calls": ("_to_copy#0",)},
         ),
         ("'add_#1', but outputs of casts and in-place operators cannot be saved", {"saved_calls": ("mm#0", "add_#1")}),
-        ("A name of a recomputation's saved calls", {"names": ("c_attn\x1b[31m",)}),
     ],
 )
 def test_impossible_recomputations_raise_value_error(part, fields):
