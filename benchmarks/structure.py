@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import io
 import json
 import os
@@ -144,6 +145,7 @@ def import_cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
+@functools.cache
 def words_of(path: Path) -> str:
     """Return a file's code and messages, without comments and docstrings."""
     text = path.read_text(encoding="utf-8")

@@ -19,10 +19,15 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has its parent's
     os.environ["OSDP_CACHE"] = _KEPT.name
 
 
+def pytest_collectstart() -> None:
+    """Nothing that is imported and collected is to be freed."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Leave what was imported out of collections, which would go through all of it."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import subprocess
 import sys
@@ -27,16 +26,6 @@ def _hang_on(rank, mark):
     dist.barrier()
 
 
-def _run_out_of_time_on_0(raise_on_1):
-    """Rank 0's limit comes a moment before that of the other."""
-    if dist.get_rank() == 0:
-        faulthandler.dump_traceback_later(1.0, exit=True)
-        time.sleep(60)
-    if raise_on_1:
-        raise KeyError("the reason")
-    dist.barrier()
-
-
 def _die_on(rank):
     if dist.get_rank() == rank:
         os.kill(os.getpid(), 9)
@@ -48,14 +37,6 @@ def _die_on(rank):
     [
         (_fail_on, 1, "the reason", 1, "KeyError"),
         (_die_on, 1, "signal 9", 1, "died"),
-        (
-            _run_out_of_time_on_0,
-            False,
-            "_run_out_of_time_on_0",
-            0,
-            "timeout",
-        ),  # not what rank 1 raises for losing the other
-        (_run_out_of_time_on_0, True, "the reason", 1, "KeyError"),
     ],
 )
 def test_the_failure_of_the_first_rank_is_raised_with_its_traceback(fn, argument, said, rank, error_type):

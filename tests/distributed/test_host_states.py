@@ -12,8 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_osdp.checkpoint.states import load_loop
-from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import OSDPError
 from hf_osdp.modeling.units import find_units
@@ -23,10 +21,11 @@ from hf_osdp.sharding.gradients import local
 from hf_osdp.sharding.optimizer_steps import bind_optimizer, step_by_device
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.steps import micro_step
-from tests.helpers.checkpointed import save_loop, worst
+from tests.helpers.checkpointed import trained_by_plan, worst
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+from tests.helpers.training import trained
 
 STEPS = 3
 
@@ -117,20 +116,11 @@ def test_plain_parameters_and_frozen_ones_of_one_process():
 
 def chain(folder: str, layout: str, start: int) -> dict[str, torch.Tensor]:
     """Two steps from a checkpoint."""
-    model, parts = gpt2(), dist.get_world_size()
-    plan, units = planned(model, layout), find_units(model)
-    apply_plan(model, plan, units, meshes=Meshes("cpu"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    step_by_device(optimizer)
-    bind_optimizer(model, plan, units, [optimizer])
-    if start:
-        load_loop(f"{folder}/{start}", model, optimizer, others={})
-    for step in range(start, start + 2):
-        with micro_step(model, is_last=True, plan=plan):
-            tiny_loss(model, tiny_batch(step, part=dist.get_rank(), parts=parts)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    save_loop(CheckpointWriter(), f"{folder}/{start + 2}", model, optimizer, others={}, progress={}, sharded=parts > 1)
+    model = gpt2()
+    steps = range(start, start + 2)
+    trained_by_plan(
+        model, planned(model, layout), lambda: torch.optim.AdamW(model.parameters(), lr=1e-2), steps, folder
+    )
     return full_state_dict(model)
 
 
@@ -139,11 +129,7 @@ def test_checkpoints_go_over_worlds(tmp_path):
     run_ranks(chain, 1, str(tmp_path), "replicate", 2, timeout_s=300)
     (weights, _) = run_ranks(chain, 2, str(tmp_path), "zero3", 4, timeout_s=300)
     model = gpt2()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(6):
-        tiny_loss(model, tiny_batch(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    trained(model, torch.optim.AdamW(model.parameters(), lr=1e-2), None, range(6))
     assert worst(weights, full_state_dict(model)) < 1e-12
 
 

@@ -221,7 +221,7 @@ def test_accelerate_shards_for_muon_beside_adamw_and_trains_as_one_process():
 def test_step_holds_what_is_estimated(sizes):
     """Beside the module's buffers and the batch, which the step does not bear on."""
     model, batch = model_of(dtype=torch.float32), Batch(micro_batch_size=1, accumulation_steps=1)
-    description = describe(model, sequence_length=8)
+    description = describe(model, sequence_length=8, recomputation=False)
     layouts = [
         UnitLayout(shard_size=sizes[i % len(sizes)], reshard_after_forward=False)
         for i in range(len(description.units))
@@ -277,7 +277,7 @@ def test_optimizers_beside_muon_are_counted_at_least_and_matrices_by_their_shape
 def problem_of(limit: int | str, **options) -> PlanningProblem:
     """GPT-2's shape on two devices, with all matrices of blocks trained by Muon."""
     config = GPT2Config(n_layer=4, n_embd=256, n_head=4, n_positions=64, vocab_size=500)
-    description = describe(config, sequence_length=16)
+    description = describe(config, sequence_length=16, recomputation=False)
     shapes = tuple(
         sorted(
             {p.shape for unit in description.units for p in unit.trainable if len(p.shape) == 2 and ".h." in p.name}

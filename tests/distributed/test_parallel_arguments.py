@@ -16,7 +16,6 @@ from hf_osdp.errors import PlanError
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.placement import Activations
-from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.split import WHOLE_BLOCKS
 from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep
@@ -56,7 +55,7 @@ def refusal(error: type[Exception], make, **arguments: Any) -> str:
     return str(caught.value)
 
 
-# ------------------------------------------------------------------------------------------------------- a given plan
+# ---- a given plan
 
 
 def test_given_plan_is_described_and_held_against_the_run():
@@ -80,7 +79,7 @@ def test_reducing_otherwise_than_the_plan_is_refused():
             check_given_plan(mixed, OSDPConfig(reduce_every_micro_step=every), 0)
 
 
-# ------------------------------------------------------------------------------------------------------------ planning
+# ---- planning
 
 
 def problems_of(monkeypatch) -> list[PlanningProblem]:
@@ -105,22 +104,6 @@ def test_the_optimizer_counted_by_default_is_plain_adamw(monkeypatch):
         OptimizerSpec(name="adamw", states=2, step=OptimizerStep.FOR_LOOP),
         OptimizerSpec(name="sgd", states=0),
     ]
-
-
-def test_hardware_and_block_classes_by_name():
-    plan = planned().plan
-    assert plan.hardware == planned(hardware=preset("cpu")).plan.hardware
-    for names in (["GPT2Block"], "Absent, GPT2Block"):
-        assert planned(block_classes=names).plan == plan
-
-
-def test_what_the_device_reserves_is_taken_off_once(monkeypatch):
-    calls = problems_of(monkeypatch)
-    cpu = preset("cpu")
-    hardware = replace(cpu, device=replace(cpu.device, reserved_bytes=cpu.device.memory_bytes // 2))
-    planned(hardware=hardware)
-    planned(hardware=hardware, memory_limit="6GiB")
-    assert [call.memory_limit_bytes for call in calls] == [cpu.device.memory_bytes, 6 * 2**30]
 
 
 def test_a_limit_above_the_device_is_refused():
@@ -151,7 +134,7 @@ def test_inputs_of_a_model_that_is_not_from_transformers():
     assert parallel.report.memory.peak_bytes > 0
 
 
-# ---------------------------------------------------------------------------------------------------------------- fp16
+# ---- fp16
 
 
 def test_the_scaler_is_public_and_off_without_fp16():
@@ -192,8 +175,7 @@ def test_fp16_in_a_plain_loop_skips_the_same_steps_on_every_rank():
     assert scales == [64, 32, 32] and moved == [True, False, True]
 
 
-# ------------------------------------------------------------------------------------------------------------
-# decisions
+# ---- decisions
 
 
 def test_decisions_that_are_fixed_are_the_plans():
@@ -201,10 +183,3 @@ def test_decisions_that_are_fixed_are_the_plans():
     blocks = [unit for unit in plan.units if ".h." in unit.fqn]
     assert blocks and all(unit.activations == Activations.RECOMPUTE for unit in blocks)
     assert all(unit.reduce_every_micro_step for unit in plan.units) and plan.split == WHOLE_BLOCKS
-
-
-def test_offloading_to_the_host_is_refused_on_the_cpu():
-    for name in ("host_offload", "offload_activations"):
-        assert f"{name}=True, but the CPU trains in the host's own memory" in refusal(
-            ValueError, planned, **{name: True}
-        )

@@ -52,7 +52,7 @@ def my_batch(step: int = 0) -> dict[str, torch.Tensor]:
     return tiny_batch(step, part=dist.get_rank(), parts=dist.get_world_size())
 
 
-# ------------------------------------------------------------------------------------------------------------ clipping
+# ---- clipping
 
 
 @functools.cache
@@ -81,7 +81,7 @@ def test_clipping_equals_torch_on_whole_gradients():
         )
 
 
-# ------------------------------------------------------------------------------------------------------------- scaling
+# ---- scaling
 
 
 def scaled_alone(options: dict[str, bool], unscale: bool) -> dict[str, torch.Tensor]:
@@ -146,8 +146,7 @@ def test_scaler_refuses_float16_gradients():
         scaler.unscale_(torch.optim.SGD([parameter], lr=0.1))
 
 
-# ----------------------------------------------------------------------------------------------------- order,
-# read-back
+# ---- order, read-back
 
 
 def unit(*names: str, span: GatherSpan = GatherSpan.USE) -> UnitDescription:
@@ -258,7 +257,7 @@ def test_plan_that_cannot_be_applied_is_refused_before_anything_is_sharded():
     assert not any("FSDP" in type(module).__name__ for module in fresh.modules())
 
 
-# --------------------------------------------------------------------------------------------------- optimizers, state
+# ---- optimizers, state
 
 
 @on_ranks

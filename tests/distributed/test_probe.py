@@ -81,8 +81,9 @@ def tried(precision: str, *, checkpointing: bool = False, on_meta: bool = False)
         global_batch_size=plan.global_batch_size, precision=Precision.named(precision), optimizer=optimizer
     )
     description = describe(
-        model, sequence_length=LENGTH, compute_dtype=job.precision.compute, activation_checkpointing=checkpointing
-    )
+        model, sequence_length=LENGTH, compute_dtype=job.precision.compute, activation_checkpointing=checkpointing,
+        recomputation=False,
+    )  # fmt: skip
     if on_meta and dist.get_rank():
         model = model.to("meta")
         model.tie_weights()

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial, wraps
 from pathlib import Path
 from unittest import mock
@@ -34,7 +35,6 @@ from tests.distributed.test_recalibrate import trained
 from tests.helpers import null_works
 from tests.helpers.checkpointed import Leg, built, save_loop
 from tests.helpers.distributed import RankFailure, run_ranks
-from tests.helpers.sampling import slow_but
 
 TIMEOUT_S, WORK_S = 2.0, 3.0
 """Of the group's collectives, and what one rank does meanwhile."""
@@ -72,6 +72,16 @@ def late(act: Callable[[], object], rank: int) -> object:
     return act()
 
 
+def form_another() -> None:
+    """Form a group that is not gloo's by its name, as NCCL's is not."""
+
+    def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> object:
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    dist.Backend.register_backend("another", create, devices=["cpu"])
+    dist.init_process_group("another", timeout=timedelta(seconds=TIMEOUT_S))
+
+
 def form(path: str) -> None:
     null_works.form(path, timeout_s=TIMEOUT_S)
 
@@ -84,7 +94,15 @@ AGREEMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(AGREEMENTS, daily=("search", "findings")))
+@pytest.mark.on_ranks(2, init=False)
+def test_ranks_wait_for_what_they_tell_each_other():
+    form_another()
+    for name in ("search", "findings"):
+        assert AGREEMENTS[name](), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AGREEMENTS)
 @pytest.mark.on_ranks(2, init=False)
 def test_ranks_wait_for_searches_and_what_they_tell_each_other(library, name):
     form(library)
@@ -134,16 +152,16 @@ def test_ranks_wait_for_a_trainers_plan_and_model(library, tmp_path):
 
 
 @pytest.mark.on_ranks(2, init=False)
-def test_gloo_that_does_not_reach_other_ranks_is_told_at_the_start(library):
-    null_works.form(library)
+def test_gloo_that_does_not_reach_other_ranks_is_told_at_the_start():
+    form_another()
     os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
     with pytest.raises(LaunchError, match=r"cannot connect to other ranks over gloo.*nowhere0"):
         gloo_group()
 
 
-def dying(path: str, noted: str) -> None:
+def dying(noted: str) -> None:
     """Rank 0 dies while the others wait for it."""
-    null_works.form(path)
+    form_another()
 
     def die() -> None:
         time.sleep(1.0)
@@ -156,8 +174,8 @@ def dying(path: str, noted: str) -> None:
         Path(noted, f"rank {dist.get_rank()}").touch()
 
 
-def test_waiting_ends_with_the_rank_that_is_waited_for(library, tmp_path):
+def test_waiting_ends_with_the_rank_that_is_waited_for(tmp_path):
     with pytest.raises(RankFailure):
-        run_ranks(dying, 3, library, str(tmp_path), init=False, timeout_s=60)
+        run_ranks(dying, 3, str(tmp_path), init=False, timeout_s=60)
     died, *ended = (path.stat().st_mtime for path in [tmp_path / "died", tmp_path / "rank 1", tmp_path / "rank 2"])
     assert max(ended) - died < 2

@@ -142,8 +142,9 @@ CASES = {
     )
     if not options or layout in ("mixed", "everything")
 }
+RECOMPUTED = ("forward_reads_head", "read_first")
 EVERYDAY = {
-    2: {f"llama-{kind}-zero3" for kind in KINDS} | {f"gpt2-{kind}-mixed-checkpointing" for kind in KINDS},
+    2: {f"llama-{kind}-zero3" for kind in KINDS} | {f"gpt2-{kind}-mixed-checkpointing" for kind in RECOMPUTED},
     4: {f"llama-{kind}-everything-accumulate" for kind in KINDS},
 }
 

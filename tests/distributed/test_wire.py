@@ -51,9 +51,9 @@ def sent(values: torch.Tensor, wire: WireFormat) -> torch.Tensor:
 def test_each_value_is_within_its_block_s_precision(wire, elements):
     values = torch.randn(elements, generator=torch.Generator().manual_seed(0)) * 1e-4
     decoded = sent(values, wire)
-    blocks = zip(values.split(wire.block_size), decoded.split(wire.block_size), strict=True)
-    pairs = [(values, decoded)] if wire is BF16 else list(blocks)[-3:]
-    for before, after in pairs if elements else ():
+    size = max(1, elements) if wire is BF16 else wire.block_size
+    blocks = zip(values.split(size), decoded.split(size), strict=True)
+    for before, after in list(blocks)[-3:] if elements else ():
         assert (before - after).abs().max() <= LARGEST_ERROR[wire] * before.abs().max() * (
             32**0.5 if wire is INT4 else 1
         )
@@ -178,8 +178,7 @@ def test_all_reduce_between_replicas_is_announced_to_who_measures():
     assert heard == [("all_reduce", 2, 12)]
 
 
-# ---------------------------------------------------------------------------------------------------------------- in
-# training
+# ---- in training
 
 
 def wired(plan: Plan, wire: WireFormat) -> Plan:
@@ -269,8 +268,7 @@ def test_a_format_that_was_changed_after_the_plan_is_named():
         verify_applied(model, exact, units)
 
 
-# ------------------------------------------------------------------------------------------------------- under the
-# Trainer
+# ---- under the Trainer
 
 
 def gpt2() -> torch.nn.Module:
@@ -311,7 +309,3 @@ def test_trainer_sends_what_the_planner_chose_saves_masters_and_resumes(tmp_path
     )
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_close(history(again), {"loss": history(trainer)["loss"][2:]}, 1e-12)
-    exact = PlannedTrainer(model=gpt2(), args=args, train_dataset=tokens(), osdp=OSDPConfig(**options))
-    exact.train()
-    assert not any(unit.formats for unit in exact._run.plan.units)
-    assert_close(history(exact), stock, 1e-9)

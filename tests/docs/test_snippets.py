@@ -57,6 +57,7 @@ def test_a_loop_goes_on_where_it_was_interrupted(tmp_path):
     assert "goes on from step 20\nstep 22 of 22" in on_two_ranks("fault_tolerant_loop", tmp_path, "22")
 
 
+@pytest.mark.slow
 def test_the_loop_on_accelerate(tmp_path):
     assert "Estimated and measured" in on_two_ranks("with_accelerator", tmp_path)
     assert saved_tensors(tmp_path / "runs/with_accelerator") > 20

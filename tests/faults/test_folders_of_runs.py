@@ -41,7 +41,7 @@ def earlier(folder: Path, monkeypatch) -> None:
     saved(folder / "checkpoint-6")
 
 
-# ------------------------------------------------------------------------------------------------- whose checkpoints
+# ---- whose checkpoints
 
 
 def test_restart_of_launch_that_recorded_nothing_begins_anew(tmp_path, monkeypatch, caplog):
@@ -89,7 +89,7 @@ def test_training_that_is_resumed_by_hand_stays_one_training(tmp_path, monkeypat
     assert checkpoint_to_resume(tmp_path, None).name == "checkpoint-8"
 
 
-# ------------------------------------------------------------------------------------------------ one run at a time
+# ---- one run at a time
 
 
 @pytest.mark.parametrize("act", [checkpoint_to_resume, lock_checkpoints])

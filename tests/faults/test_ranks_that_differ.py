@@ -166,7 +166,7 @@ def test_rows_of_any_kind_are_compared_by_content():
     assert dataset_text(iter(())) == "" and dataset_text(range(7)) == "of 7 rows"
 
 
-# ------------------------------------------------------------------------------------------------ diverged weights
+# ---- diverged weights
 
 
 def diverged(folder: str) -> tuple[str, str]:

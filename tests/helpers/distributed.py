@@ -264,8 +264,7 @@ def _failure(ranks: list[Rank], timeout_s: float) -> RankFailure:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------- whole
-# programs
+# ---- whole programs
 
 
 def free_port() -> str:

@@ -146,7 +146,8 @@ class Trial:
         return _described(
             self.model, sequence_length=self.length, compute_dtype=Precision.named(self.precision).compute,
             device_type=self.device_type,
-            split=self.split, activation_checkpointing=self.checkpointing,
+            split=self.split, activation_checkpointing=self.checkpointing, partial_recomputation=False,
+            recomputation=any(activations is not Activations.SAVE for activations in self.activations),
         )  # fmt: skip
 
     @property

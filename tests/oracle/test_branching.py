@@ -56,7 +56,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("broken", BREAKS)
-@pytest.mark.parametrize("seed", slow_but(range(8), daily=(0, 3, 5)))
+@pytest.mark.parametrize("seed", slow_but(range(8), daily=(0, 5)))
 def test_fastest_is_the_optimum_of_the_whole_program(monkeypatch, seed, broken):
     timeline, job, limit = question(seed)
     scale = steps(timeline)
@@ -69,7 +69,7 @@ def test_fastest_is_the_optimum_of_the_whole_program(monkeypatch, seed, broken):
     assert fastest(timeline, job, limit, cutoff_s=found.objective * (1 - 1e-6)) is None
 
 
-@pytest.mark.parametrize("seed", slow_but(range(8), daily=(0, 4, 5)))
+@pytest.mark.parametrize("seed", slow_but(range(8), daily=(0, 5)))
 def test_the_pattern_of_a_plan_refuses_no_plan_that_has_it(seed):
     """With the counts of a plan's classes required, exactly and as bounds, the relaxation is still no dearer than
     the plan.
@@ -93,7 +93,7 @@ def test_the_pattern_of_a_plan_refuses_no_plan_that_has_it(seed):
 
 def test_classes_follow_one_another_in_backward():
     sizes = set()
-    for seed in (0, 3, 5):
+    for seed in (0, 5):
         timeline, _, _ = question(seed)
         for group in rows(timeline).values():
             numbers = list(Pattern.undecided(group).classes.values())

@@ -26,8 +26,8 @@ from tests.helpers.problems import problem
 from tests.helpers.sampling import slow_but
 
 INSTANCES = 320
-SAMPLE = 20
-"""So many run by default; the others are slow."""
+SAMPLE = sorted({*range(20)} - {2, 10, 11, 12, 16})
+"""Run by default: those that take half a second; the others are slow."""
 MOST_PLANS = 2_500
 """Over all batches: an instance has so few blocks that there are no more."""
 
@@ -101,7 +101,7 @@ def instance(seed: int):
 
 
 # Instances 114, 185 and 280 have their only best plan at exactly the limit.
-@pytest.mark.parametrize("seed", slow_but(range(INSTANCES), daily=[*range(SAMPLE), 114, 185, 280]))
+@pytest.mark.parametrize("seed", slow_but(range(INSTANCES), daily=[*SAMPLE, 114, 185, 280]))
 def test_search_equals_brute_force(seed):
     description, hardware, job, dice = instance(seed)
     plans = list(every_plan(description, hardware, job))
@@ -133,7 +133,7 @@ MIXED = 160
 """Instances of 6 to 16 ranks, whose plans mix meshes."""
 
 
-@pytest.mark.parametrize("seed", slow_but(range(MIXED), daily=range(16)))
+@pytest.mark.parametrize("seed", slow_but(range(MIXED), daily=(1, 2, 3, 4, 5, 8, 10, 12, 14, 15)))
 def test_search_equals_brute_force_where_communicators_take_memory(seed):
     dice = random.Random(seed)
     nodes, per_node = dice.choice([(1, 6), (1, 8), (2, 4), (4, 2), (2, 8), (1, 12)])

@@ -77,7 +77,7 @@ def test_plan_under_simplicity_is_the_simplest_of_all_near_the_fastest(first):
     assert checked(range(first, first + 10)) == (True, False)
 
 
-@pytest.mark.parametrize("most_work", [0.0, 0.01])
+@pytest.mark.parametrize("most_work", [0.0, pytest.param(0.01, marks=pytest.mark.slow)])
 def test_plan_under_simplicity_is_near_the_fastest_where_the_work_ends(monkeypatch, most_work):
     monkeypatch.setattr(module, "SimplestSearch", lambda *arguments: SimplestSearch(*arguments[:-1], most_work))
     assert checked(range(4))[1]
@@ -94,7 +94,7 @@ def checked(seeds: range) -> tuple[bool, bool]:
     return simpler, unproven
 
 
-@pytest.mark.parametrize("seed", slow_but(range(60), daily=range(8)))
+@pytest.mark.parametrize("seed", slow_but(range(60), daily=(0, 1, 2, 3, 6, 7)))
 def test_plan_under_simplicity_has_the_fewest_meshes(seed):
     dice = random.Random(seed)
     nodes, per_node = dice.choice([(1, 6), (1, 8), (2, 4)])

@@ -27,9 +27,14 @@ FIGURES = {
 }  # fmt: skip
 
 
-def test_two_processes_train_and_save(recipe):
-    """As a person starts it, with the file of the demo: plan, train, evaluate, save; what is saved loads again."""
-    printed = recipe.run(str(ROOT / "recipes" / "gpt2" / "demo.yaml"), processes=2, warmup_steps=0)
+@pytest.mark.parametrize("is_launched", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_processes_train_and_save(recipe, is_launched):
+    """With the file of the demo: plan, train, evaluate, save; what is saved loads again. A person launches it."""
+    demo = str(ROOT / "recipes" / "gpt2" / "demo.yaml")
+    if is_launched:
+        printed = recipe.run(demo, processes=2, warmup_steps=0)
+    else:
+        (printed,) = run_together(recipe.folder, [recipe.job("out", demo, warmup_steps=0)])
     perplexity = perplexities(printed)
     assert perplexity["after"] < 0.7 * perplexity["before"]
 

@@ -108,16 +108,6 @@ def test_plain_loop_trains_and_saves_under_torchrun(tmp_path):
     load_saved(plain.output)
 
 
-def test_file_of_arguments_is_that_of_the_trainer():
-    import yaml
-
-    demo, own = (
-        yaml.safe_load((ROOT / "recipes" / "gpt2" / f"{name}.yaml").read_text()) for name in ("demo", "no_trainer")
-    )
-    assert own.items() - demo.items() == {("output_dir", "runs/gpt2-no-trainer")}
-    assert demo.keys() - own.keys() == {"do_train", "do_eval", "save_strategy", "report_to"}
-
-
 def test_only_matrices_decay():
     from run_clm_no_trainer import parameter_groups
 

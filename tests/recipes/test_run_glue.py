@@ -187,8 +187,7 @@ def test_tasks_of_glue_from_files(recipe, task, metric):
     assert set(scores(printed, metric)) == {"before", "after"}
 
 
-# ------------------------------------------------------------------------------------------------------ metrics and
-# data
+# ---- metrics and data
 
 
 @pytest.mark.parametrize(

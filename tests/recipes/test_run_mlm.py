@@ -60,8 +60,7 @@ def test_switches_of_a_run_take_effect(pretrained):
     assert bool(list(pretrained.output.glob("runs/*/events.out.tfevents.*"))) == (pretrained.tracker == "tensorboard")
 
 
-# -------------------------------------------------------------------------------------------------------------
-# groupings
+# ---- groupings
 
 LAYOUTS = {"group_sharding": {(2, 1)}, "communication_with_groups": {(4, 2)}, "none": {(4, 1)}}
 """Shard size and stage size of every unit on 2 nodes of 2."""
@@ -117,42 +116,19 @@ def test_grouping_goes_before_the_strategy_of_the_launcher(monkeypatch):
 
 
 def test_the_recipe_for_two_machines_is_bert_large():
-    """What bert-large-uncased's configuration on the hub says; the vocabulary that is trained on the text may be
-    smaller.
-    """
-    from run_mlm import DataArguments, ModelArguments, load_config, load_tokenizer, parse_arguments, with_grouping
+    """What bert-large-uncased's configuration on the hub says."""
+    from run_mlm import DataArguments, ModelArguments, load_config, load_tokenizer, parse_arguments
 
-    text = Dataset.from_dict({"text": TEXTS})
-    for name in ("two_machines", "demo"):
-        argv = [
-            str(ROOT / "recipes" / "bert_large" / f"{name}.yaml"),
-            "--grouping",
-            "group_sharding",
-            "--vocab_size",
-            "290",
-        ]
-        model_args, data_args, args, osdp = parse_arguments((ModelArguments, DataArguments, TrainingArguments), argv)
-        config = load_config(model_args)
-        load_tokenizer(model_args, config, text)
-        assert (with_grouping(model_args.grouping, osdp), args.do_train, args.do_eval) == (
-            {"strategy": "hsdp"},
-            True,
-            True,
-        )
-        assert data_args.block_size == config.max_position_embeddings
-        if name == "two_machines":
-            shape = (
-                config.num_hidden_layers,
-                config.hidden_size,
-                config.num_attention_heads,
-                config.intermediate_size,
-                config.vocab_size,
-            )
-            assert shape == (24, 1024, 16, 4096, 30522)
+    argv = [str(ROOT / "recipes" / "bert_large" / "two_machines.yaml"), "--vocab_size", "290"]
+    model_args, data_args, *_ = parse_arguments((ModelArguments, DataArguments, TrainingArguments), argv)
+    config = load_config(model_args)
+    load_tokenizer(model_args, config, Dataset.from_dict({"text": TEXTS}))
+    assert data_args.block_size == config.max_position_embeddings
+    shape = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.intermediate_size)
+    assert (*shape, config.vocab_size) == (24, 1024, 16, 4096, 30522)
 
 
-# ---------------------------------------------------------------------------------------------------- tokenizers and
-# masks
+# ---- tokenizers and masks
 
 TEXTS = ["The class statement defines a class object.", "A name — bound to a thing — in a scope."] * 20
 

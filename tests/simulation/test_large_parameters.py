@@ -31,8 +31,9 @@ def check(model, layout: str, precision: str, *, held: bool = False, **options) 
     batch = Batch(micro_batch_size=1, accumulation_steps=1 + held)
     job = TrainingJob(global_batch_size=WORLD * batch.accumulation_steps, precision=Precision.named(precision))
     description = describe(
-        model, sequence_length=TOKENS, compute_dtype=job.precision.compute, device_type="cuda", **options
-    )
+        model, sequence_length=TOKENS, compute_dtype=job.precision.compute, device_type="cuda", recomputation=False,
+        **options,
+    )  # fmt: skip
     layouts = choices_of_layout(layout, description, WORLD)
     layouts = [replace(layout, reduce_every_micro_step=not held) for layout in layouts]
     estimate, simulated = estimate_and_simulation(
@@ -137,7 +138,7 @@ def test_large_embedding_of_clip_stays_whole_while_the_backward_of_the_other_tow
 def test_segments_name_parameters_of_the_root_whose_gradients_come_in_their_backward():
     with torch.device("meta"):
         model = LargeEmbedding()
-    description = describe(model, sequence_length=TOKENS, inputs=tokens_and_labels)
+    description = describe(model, sequence_length=TOKENS, inputs=tokens_and_labels, recomputation=False)
     first, *_, last = [s for s in description.segments if description.units[s.unit].span is GatherSpan.STEP]
     assert first.gradients == ("embedding.weight",)
     assert set(last.gradients) == {"head.weight", "head.bias"}

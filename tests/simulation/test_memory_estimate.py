@@ -18,7 +18,7 @@ UNDER, OVER = 0.01, 0.02
     slow_but(
         product(("gpt2", "bert", "llama"), LAYOUTS),
         daily=[
-            *(("gpt2", layout) for layout in LAYOUTS),
+            *(("gpt2", layout) for layout in ("ddp", "zero2", "mixed")),
             ("bert", "mixed"),
             ("llama", "two_stage"),
             ("llama", "hsdp"),
@@ -49,9 +49,7 @@ TRIALS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "trial", slow_but(TRIALS, daily=[TRIALS[i] for i in (1, 3, 5, 7, 8, 11, 12, 13, 14, 17)]), ids=str
-)
+@pytest.mark.parametrize("trial", slow_but(TRIALS, daily=[TRIALS[i] for i in (1, 7, 8, 12, 13, 14, 17)]), ids=str)
 def test_peak_of_other_sizes_precisions_and_steps(trial):
     trial.check(under=UNDER, over=OVER)
 
@@ -63,7 +61,7 @@ HELD = {"reduced": (False,), "held": (True,), "by unit": (True, True, False)}
     ("layout", "hold"),
     slow_but(
         product(("ddp", "zero3", "mixed"), HELD),
-        daily=[("ddp", "reduced"), ("zero3", "held"), ("mixed", "by unit"), ("zero3", "reduced")],
+        daily=[("ddp", "reduced"), ("zero3", "held"), ("mixed", "by unit")],
     ),
 )
 def test_peak_with_accumulation(layout, hold):
@@ -76,7 +74,7 @@ def test_peak_with_accumulation(layout, hold):
     ("name", "precision"),
     slow_but(
         product(("t5", "dropout", "llama"), ("no", "bf16")),
-        daily=[("t5", "bf16"), ("dropout", "no"), ("llama", "bf16")],
+        daily=[("t5", "bf16"), ("dropout", "no")],
     ),
 )
 def test_peak_of_checkpointed_blocks_with_the_kernels_of_cuda(name, precision):

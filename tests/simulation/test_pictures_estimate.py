@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -56,6 +57,14 @@ def test_simulated_peak_with_a_picture_is_within_one_percent(name, limit):
 RECOMPUTED = {"activations": Activations.RECOMPUTE}
 
 
+@functools.cache
+def llava():
+    model = two_layers("llava-1.5-7b-hf")
+    return model, describe(
+        model, sequence_length=768, compute_dtype=DType.BFLOAT16, partial_recomputation=False, **CUDA
+    )
+
+
 @pytest.mark.parametrize(
     ("part", "changes"),
     [("vision", RECOMPUTED), ("language", RECOMPUTED), ("language", {"on_host": True, "shard_size": 1})],
@@ -63,10 +72,7 @@ RECOMPUTED = {"activations": Activations.RECOMPUTE}
 )
 def test_estimate_of_llava_whose_last_vision_layer_has_no_backward(part, changes):
     """The layer runs, but features are those of the layer before: what it saves is freed in forward."""
-    model = two_layers("llava-1.5-7b-hf")
-    description = describe(
-        model, sequence_length=768, compute_dtype=DType.BFLOAT16, partial_recomputation=False, **CUDA
-    )
+    model, description = llava()
     units = plan_of(description.units, HARDWARE.world_size, "zero3").units
     units = tuple(replace(unit, **changes) if ".layers." in unit.fqn and part in unit.fqn else unit for unit in units)
     plan = replace(plan_of(description.units, HARDWARE.world_size, "zero3"), units=units, micro_batch_size=2)

@@ -47,11 +47,8 @@ def loss_chunks(trial: Trial, **more) -> Trial:
 
 DAILY = [
     replace(GPT2, layout="mixed", samples=8, activations=(RECOMPUTE, SAVE)),
-    replace(LLAMA, layout="mixed", precision="bf16", activations=(RECOMPUTE,)),
     replace(LLAMA, samples=8, precision="bf16", activations=(SAVE, RECOMPUTE)),
-    replace(WHOLE, layout="mixed", samples=8, activations=(RECOMPUTE,)),
     mlp_slices(GPT2, 4, layout="mixed", samples=8),
-    mlp_slices(LLAMA, 2, HEAD, samples=8),
     head_slices(LLAMA, "mixed", 8, "bf16"),
     loss_chunks(LLAMA, samples=8, layout="mixed", precision="bf16"),
     loss_chunks(
@@ -69,11 +66,14 @@ DAILY = [
         on_host=(False, True, False),
         hold=(False, True),
     ),
-    # their blocks reduce little, so that the peak is where the next unit is gathered in forward
+    # its blocks reduce little, so that the peak is where the next unit is gathered in forward
     replace(GPT2, model="frozen", length=8),
-    replace(GPT2, model="frozen", length=8, layout="mixed", activations=(RECOMPUTE,)),
 ]
 SLOW = [
+    replace(LLAMA, layout="mixed", precision="bf16", activations=(RECOMPUTE,)),
+    replace(WHOLE, layout="mixed", samples=8, activations=(RECOMPUTE,)),
+    mlp_slices(LLAMA, 2, HEAD, samples=8),
+    replace(GPT2, model="frozen", length=8, layout="mixed", activations=(RECOMPUTE,)),
     replace(GPT2, layout="ddp", activations=(RECOMPUTE,)),
     WHOLE,
     head_slices(GPT2, "mixed", 1, "bf16", 3),
@@ -148,7 +148,7 @@ OF_STATES = [
 ]
 
 
-@pytest.mark.parametrize("trial", slow_but(OF_STATES, daily=OF_STATES[:4]), ids=str)
+@pytest.mark.parametrize("trial", slow_but(OF_STATES, daily=(OF_STATES[0], *OF_STATES[2:4])), ids=str)
 def test_peaks_of_device_and_host_with_states_there(trial):
     estimate, simulated = trial.check(under=0.005, over=0.01)
     assert -0.005 <= estimate.host_bytes / simulated.host_bytes - 1 <= 0.01
@@ -180,7 +180,7 @@ OPTIMIZER_AWAY = [
 ]
 
 
-@pytest.mark.parametrize("trial", slow_but(OPTIMIZER_AWAY, daily=OPTIMIZER_AWAY[:3]), ids=str)
+@pytest.mark.parametrize("trial", slow_but(OPTIMIZER_AWAY, daily=OPTIMIZER_AWAY[1:3]), ids=str)
 def test_peak_where_optimizer_states_wait_on_the_host(trial):
     estimate, simulated = trial.check(under=0.005, over=0.03)
     assert estimate.host_bytes == pytest.approx(simulated.host_bytes, rel=0.01)

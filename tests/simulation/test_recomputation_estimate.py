@@ -89,7 +89,7 @@ def errors() -> Iterator[dict[str, list[float]]]:
               f"most under {min(each):+.2%}")  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "device_type", "shard", "compiled"), slow_but(CASES, daily=[CASES[0], CASES[6]]))
+@pytest.mark.parametrize(("name", "device_type", "shard", "compiled"), slow_but(CASES, daily=[CASES[6]]))
 def test_peak_of_blocks_that_are_recomputed_each_in_another_way(errors, name, device_type, shard, compiled):
     model, description = described(name, device_type, compiled)
     assert bool(description.compiled_classes) is compiled

@@ -77,7 +77,7 @@ def peak_by_torch(config: GPT2Config, description, plan: Plan) -> int:
 
 def test_torchs_own_tracker_finds_the_same_peak_to_the_byte():
     config = GPT2Config(n_layer=3, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    description = describe(config, sequence_length=64)
+    description = describe(config, sequence_length=64, recomputation=False)
     plan = sharded_plan(description)
     simulated = simulate(config, plan, description=description, job=JOB).peak_bytes
     peak_by_torch(
@@ -136,7 +136,7 @@ def test_step_of_muon_is_simulated_as_it_is_estimated_and_as_torchs_own_runs(rea
     model = build_on_meta(SQUARE)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("embed" in name)
-    described = describe(model, sequence_length=8)
+    described = describe(model, sequence_length=8, recomputation=False)
     spec = OptimizerSpec(name="muon", states=1, step=OptimizerStep.FOR_LOOP, loop_scratch=0.0, matrices=((512, 512),))
     job = replace(JOB, optimizer=spec)
     layouts = [
@@ -177,7 +177,7 @@ def test_what_cannot_be_simulated_is_refused_in_one_line(description):
         simulate(CONFIG, sharded_plan(description), description=description, job=job)
 
 
-# ------------------------------------------------------------------------------------------------ search and simulate
+# ---- search and simulate
 
 
 def too_low(description):

@@ -14,18 +14,7 @@ import hf_osdp
 from benchmarks.structure import files_naming
 
 DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
-HEAVY = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "evaluate",
-    "ortools",
-    "pandas",
-    "numpy",
-    "rich",
-    "pydantic",
-)
+HEAVY = "torch transformers accelerate datasets evaluate ortools pandas numpy rich pydantic".split()
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -42,9 +31,13 @@ def loaded_by(statement: str) -> set[str]:
         ("import hf_osdp.planner.search.search, hf_osdp.planner.cost.evaluate, hf_osdp.planner.presets", HEAVY),
         ("from hf_osdp import Plan, TrainingJob, Hardware, preset, search, InfeasibleError", HEAVY),
         ("import hf_osdp.report.tables, hf_osdp.report.content", ("torch", "transformers", "accelerate", "ortools")),
+        (
+            "import hf_osdp.cli.app, hf_osdp.cli.question",
+            ("torch", "transformers", "ortools", "altair", "pydantic", "gradio"),
+        ),
     ],
 )
-def test_planner_and_reports_load_no_framework(statement, absent):
+def test_planner_reports_and_command_line_load_no_framework(statement, absent):
     assert not loaded_by(statement) & set(absent)
 
 

@@ -61,7 +61,7 @@ class RecordingHold:
 def test_the_emulated_link_holds_streams_for_as_long_as_the_planner_says(precision):
     case = replace(TINY, devices=4, precision=precision, sizes={**TINY.sizes, "n_layer": 5})
     hardware, config = named_machine(case), case.config()
-    description = describe(config, sequence_length=16, compute_dtype=case.compute.compute)
+    description = describe(config, sequence_length=16, compute_dtype=case.compute.compute, recomputation=False)
     plan, hold = mixed(description, 4), RecordingHold()
     with fake_process_group(4):
         model = build_on_meta(config)

@@ -135,8 +135,7 @@ def test_links_are_followed_and_unwritable_or_current_folders_are_refused(tmp_pa
         small(folder, ".")
 
 
-# --------------------------------------------------------------------------------------------------------- one run at
-# a time
+# ---- one run at a time
 
 
 @pytest.fixture
@@ -176,8 +175,7 @@ def test_second_run_goes_on_when_the_first_has_ended(tmp_path, caplog, other_run
     assert not list(tmp_path.glob(".partial/*/checkpoint-1"))
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# damage
+# ---- damage
 
 
 def unreadable(path, monkeypatch):

@@ -233,14 +233,3 @@ def test_app_without_its_extra_says_what_to_install(monkeypatch):
     done = CliRunner().invoke(app, ["app"])
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr == "hf-osdp: The page needs gradio, which is not installed; run: pip install 'hf_osdp[app]'.\n"
-
-
-def test_other_commands_load_no_gradio():
-    from tests.unit.test_imports import loaded_by
-
-    assert not loaded_by("import hf_osdp.cli.app, hf_osdp.cli.question") & {
-        "gradio",
-        "altair",
-        "torch",
-        "transformers",
-    }

@@ -176,8 +176,7 @@ def test_save_state_follows_accelerates_own_naming(tmp_path):
     ]
 
 
-# ------------------------------------------------------------------------------------------------------- a Trainer
-# that is started again
+# ---- a Trainer that is started again
 
 
 @pytest.mark.parametrize("in_background", [False, True])

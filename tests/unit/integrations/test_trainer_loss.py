@@ -25,6 +25,7 @@ from transformers import (
 
 import hf_osdp
 from hf_osdp import InfeasibleError, OSDPConfig, with_osdp
+from tests.helpers.sampling import slow_but
 
 SIZES = {
     "hidden_size": 32,
@@ -166,7 +167,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(CASES, daily=("regression", "multi-label", "masked")))
 def test_training_equals_stock_or_is_refused_where_the_loss_is_not_a_share(tmp_path, name):
     make, data = CASES[name]
     options = {"per_device_train_batch_size": 16}

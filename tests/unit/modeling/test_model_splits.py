@@ -80,14 +80,16 @@ def test_possible_splits_leave_deep_models_and_other_heads_whole():
         tiny_model("llama", layers=SHALLOW + 1, dtype=torch.float32),
         tiny_model("bert", layers=2, dtype=torch.float32),
     )
-    assert not any(split.operators for split in possible_splits(deep, describe(deep, sequence_length=12)))
-    splits = possible_splits(bert, describe(bert, sequence_length=12))
+    assert not any(
+        split.operators for split in possible_splits(deep, describe(deep, sequence_length=12, recomputation=False))
+    )
+    splits = possible_splits(bert, describe(bert, sequence_length=12, recomputation=False))
     assert splits and all(operator.fqn.startswith("bert.") for split in splits for operator in split.sliced)
 
 
 def test_split_model_computes_the_same_in_smaller_units(llama, described):
     split = ModelSplit(operators=True, sliced=(OperatorSplit(fqn="model.layers.0.mlp.down_proj", slices=4),))
-    other = describe(llama, sequence_length=12, split=split)
+    other = describe(llama, sequence_length=12, split=split, recomputation=False)
     assert other.split == split and other.numel == described.numel
 
     def flops(description):
@@ -180,7 +182,11 @@ def test_single_strategies_take_the_model_as_it_is(described):
 
 def test_slices_of_a_head_are_freed_after_use(llama):
     split = ModelSplit(operators=True, sliced=(OperatorSplit(fqn="lm_head", slices=2),))
-    spans = {u.fqn: u.span for u in describe(llama, sequence_length=12, split=split).units if "lm_head" in u.fqn}
+    spans = {
+        u.fqn: u.span
+        for u in describe(llama, sequence_length=12, split=split, recomputation=False).units
+        if "lm_head" in u.fqn
+    }
     assert spans == {f"lm_head.slices.{i}": GatherSpan.USE for i in range(2)}
 
 
@@ -189,10 +195,11 @@ def test_splits_that_a_model_cannot_run_are_left_out():
 
     config = T5Config(num_layers=1, num_decoder_layers=1, d_model=16, d_kv=8, d_ff=64, num_heads=2, vocab_size=61)
     model = T5ForConditionalGeneration(config)
-    plain = describe(model, sequence_length=12)
+    options = {"sequence_length": 12, "recomputation": False}
+    plain = describe(model, **options)
     split = ModelSplit(
         operators=True, sliced=(OperatorSplit(fqn="encoder.block.0.layer.1.DenseReluDense.wo", slices=2),)
     )
     with pytest.raises(DescriptionError, match="does not run"):  # T5 asks for the dtype of this weight
-        describe(model, sequence_length=12, split=split)
-    assert chosen(plain, 1, lambda: [split], lambda split: describe(model, sequence_length=12, split=split)) is plain
+        describe(model, **options, split=split)
+    assert chosen(plain, 1, lambda: [split], lambda split: describe(model, **options, split=split)) is plain

@@ -56,12 +56,13 @@ def test_packed_model_computes_the_same_to_the_bit(options):
 
 def test_description_is_the_same_before_and_after_packing_and_on_meta():
     model = adapted(base())
-    before = describe(model, sequence_length=SEQUENCE_LENGTH)
+    options = {"sequence_length": SEQUENCE_LENGTH, "partial_recomputation": False}
+    before = describe(model, **options)
     assert all(layer.weight.quant_state is not None for layer in layers_in_4_bits(model)), "it is not changed"
     on_meta = with_own_norms(build_on_meta(model.config))
     quantize(on_meta, "nf4")
-    planned = describe(with_lora(on_meta, 3), sequence_length=SEQUENCE_LENGTH)
-    packed = describe(pack(model), sequence_length=SEQUENCE_LENGTH)
+    planned = describe(with_lora(on_meta, 3), **options)
+    packed = describe(pack(model), **options)
     assert before == packed and planned.segments == packed.segments
     assert planned.fingerprint == packed.fingerprint and packed.compute_dtype is DType.FLOAT32
 

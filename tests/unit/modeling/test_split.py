@@ -40,8 +40,7 @@ from hf_osdp.modeling.split.operators import SplitHead, split_operators
 from hf_osdp.planner.split import OperatorSplit
 from tests.helpers.models import tiny_batch, tiny_model
 
-# --------------------------------------------------------------------------------------------------- operators and
-# embeddings
+# ---- operators and embeddings
 
 
 def operator(kind: str, features: int = 11, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -124,8 +123,7 @@ def test_split_embedding_looks_up_as_the_whole_and_has_its_gradient(slices, padd
         assert torch.equal(split(ids), whole(ids))
 
 
-# ------------------------------------------------------------------------------------------------------ the head and
-# its loss
+# ---- the head and its loss
 
 VOCABULARY = 61
 SIZES = {
@@ -307,8 +305,7 @@ def test_no_more_than_a_slice_of_the_logits_exists():
     assert seen.most <= 2
 
 
-# ------------------------------------------------------------------------------------------------------------- whole
-# models
+# ---- whole models
 
 NAMES = ("lm_head", "transformer.h.0.mlp.c_fc", "transformer.h.1.attn.c_attn", "transformer.h.2.mlp.c_proj")
 GPT2 = functools.partial(tiny_model, "gpt2")
@@ -378,8 +375,7 @@ def test_operator_in_two_places_is_split_in_both():
     assert model["a"][0] is model["b"][0] and is_split(model["a"])
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# refusals
+# ---- refusals
 
 
 class Tied(nn.Module):

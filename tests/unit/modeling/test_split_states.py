@@ -126,8 +126,7 @@ def test_optimizer_state_of_another_model_does_not_load():
         optimizer.load_state_dict(torch.optim.AdamW(nn.Linear(2, 2).parameters()).state_dict())
 
 
-# ----------------------------------------------------------------------------------------------------- slices as one
-# tensor
+# ---- slices as one tensor
 
 
 def sliced(whole: torch.Tensor, sizes: tuple[int, ...], dim: int) -> WholeTensor:

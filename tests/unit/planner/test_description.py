@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_osdp.planner.affine import Affine, Envelope
@@ -24,6 +24,7 @@ moments = st.lists(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # where other programs keep the cores busy
 @given(moments, st.integers(1, 10**5))
 def test_envelope_is_the_highest_of_its_moments_and_keeps_no_other(given_moments, samples):
     envelope = Envelope.above(given_moments)

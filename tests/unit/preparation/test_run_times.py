@@ -78,7 +78,8 @@ def test_blocks_are_estimated_if_the_option_is_off_or_the_hardware_given(model, 
 
 def test_compiled_blocks_are_timed_eager(model, timings):
     """To compile them takes longer than planning may; their own times follow from eager ones."""
-    assert planned(model, compile=True).inputs.description.compiled_classes == ("GPT2Block",)
+    with torch.compiler.set_stance("force_eager"):  # no code is generated for their description
+        planned(model, compile=True)
     assert [timed.compile for timed in timings] == [False]
 
 

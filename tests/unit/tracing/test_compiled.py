@@ -148,8 +148,9 @@ def test_trace_allocates_as_inductor_does(name, budget, monkeypatch):
 @functools.cache
 def described(*, compiled: bool) -> ModelDescription:
     return describe(
-        CONFIGS["gpt2"], sequence_length=LENGTH, device_type="cuda", compute_dtype=DType.BFLOAT16, compile=compiled
-    )
+        CONFIGS["gpt2"], sequence_length=LENGTH, device_type="cuda", compute_dtype=DType.BFLOAT16, compile=compiled,
+        partial_recomputation=compiled,
+    )  # fmt: skip
 
 
 def test_compiled_blocks_save_less_and_move_less_than_eager_ones():
@@ -216,6 +217,7 @@ def test_blocks_that_do_not_compile_run_as_they_are_and_are_named(caplog):
         block_classes=("Whole", "Breaking"),
         compile=True,
         inputs=lambda samples: {"x": torch.zeros(samples, 4, 8)},
+        recomputation=False,
     )
     assert description.compiled_classes == ("Whole",)
     assert "Breaking does not compile as one graph" in caplog.text

@@ -55,9 +55,10 @@ def test_class_is_found_from_the_configuration(configuration):
     ),
 )
 def test_architectures_are_traced(meta_model, name, device_type):
-    description = describe(meta_model(name), sequence_length=16, device_type=device_type)
+    is_cuda = device_type == "cuda"
+    description = describe(meta_model(name), sequence_length=16, device_type=device_type, recomputation=is_cuda)
     assert description.trace.startswith(f"fake tensors, device {device_type}")
-    assert ("(compute capability 8.6 assumed)" in description.trace) == (device_type == "cuda")
+    assert ("(compute capability 8.6 assumed)" in description.trace) == is_cuda
     blocks = [i for i, unit in enumerate(description.units) if unit.class_name in description.block_classes]
     assert [s.unit for s in description.segments if s.unit in blocks] == blocks
     assert all(
@@ -66,14 +67,17 @@ def test_architectures_are_traced(meta_model, name, device_type):
 
 
 def test_model_and_its_configuration_give_one_description(configuration, real_model):
-    of_model = describe(real_model("LlamaForCausalLM"), sequence_length=16)
-    assert of_model == describe(configuration("LlamaForCausalLM"), sequence_length=16)
+    given = real_model("LlamaForCausalLM"), configuration("LlamaForCausalLM")
+    of_model, of_configuration = (describe(one, sequence_length=16, partial_recomputation=False) for one in given)
+    assert of_model == of_configuration
     order = [of_model.units[s.unit].fqn for s in of_model.segments]
     assert order == ["model.embed_tokens", "", "model.layers.0", "model.layers.1", "", "lm_head", ""]
 
 
 def test_facts_of_a_description(configuration):
-    description = describe(configuration("BertForMaskedLM"), sequence_length=16, compute_dtype=DType.BFLOAT16)
+    description = describe(
+        configuration("BertForMaskedLM"), sequence_length=16, compute_dtype=DType.BFLOAT16, recomputation=False
+    )
     facts = (description.model_class, description.compute_dtype, description.block_classes)
     assert facts == ("BertForMaskedLM", DType.BFLOAT16, ("BertLayer",))
     assert {p.dtype for u in description.units for p in u.parameters} == {DType.FLOAT32}
@@ -85,7 +89,7 @@ def test_rotary_positions_beyond_the_configurations_are_named_once(caplog):
     model = build_on_meta(LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
                                       num_key_value_heads=1, vocab_size=11, max_position_embeddings=4))  # fmt: skip
     for _ in range(2):
-        describe(model, sequence_length=5)
+        describe(model, sequence_length=5, recomputation=False)
     assert [r.getMessage() for r in caplog.records if "beyond the positions" in r.getMessage()] == [
         "sequence_length=5 is beyond the positions of LlamaForCausalLM (max_position_embeddings=4): rotary positions"
         " run beyond them, but the model was not made for them; shorten the sequence, or set rope scaling."
@@ -104,10 +108,7 @@ def test_describe_refuses_more_tokens_than_positions(configuration, name, limit)
         ValueError, match=f"sequence_length={limit + 1} is more than the {limit} positions.*use at most {limit}"
     ):
         describe(configuration(name), sequence_length=limit + 1)
-    describe(configuration(name), sequence_length=limit)
-    describe(
-        configuration("LlamaForCausalLM", max_position_embeddings=8), sequence_length=16
-    )  # rotary ones are not learned
+    describe(configuration(name), sequence_length=limit, recomputation=False)
 
 
 @pytest.mark.parametrize(
@@ -166,8 +167,7 @@ def test_describe_names_what_failed_and_where_in_a_model_that_cannot_be_traced(r
     assert "\n" not in str(caught.value)
 
 
-# ------------------------------------------------------------------------------------------------------ a loss of the
-# user's
+# ---- a loss of the user's
 
 TOKENS = 8
 
@@ -315,9 +315,7 @@ def decayed(model, batch):
 
 @pytest.mark.parametrize(("loss", "read"), [(fused, ["lm_head"]), (decayed, ["transformer.h.1"]), (None, [])])
 def test_units_whose_weights_a_loss_reads_stay_gathered(gpt2, loss, read):
-    assert in_use_all_step(
-        describe(gpt2, sequence_length=TOKENS, loss=loss, activation_checkpointing=loss is None)
-    ) == ["", *read]
+    assert in_use_all_step(described(gpt2, loss=loss, activation_checkpointing=loss is None)) == ["", *read]
 
 
 def test_a_trace_that_takes_too_long_is_refused(configuration):

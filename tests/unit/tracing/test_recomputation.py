@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from transformers import GPT2Config, LlamaConfig
 from hf_osdp.planner.description import ModelDescription, Recomputation
 from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.recomputation import LoggedCall, corner_indices, recomputations
+from tests.helpers.sampling import slow_but
 
 NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 TOKENS = 256
@@ -87,8 +89,13 @@ def test_corners_are_few_and_each_lies_below_the_line_between_its_neighbours(som
         assert y < y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-@pytest.mark.parametrize("name", ["gpt2", "gpt2 with dropout", "llama"])
+@pytest.mark.parametrize(
+    ("name", "device_type"),
+    slow_but(
+        itertools.product(("gpt2", "gpt2 with dropout", "llama"), ("cpu", "cuda")),
+        daily=(("gpt2 with dropout", "cuda"), ("llama", "cpu")),
+    ),
+)
 def test_each_way_is_better_than_a_mix_of_its_neighbours_and_of_saving_all(name, device_type):
     description = described(name, device_type)
     blocks = [segment for segment in description.segments if segment.recomputed]
