@@ -284,15 +284,6 @@ def _adapter_name(name: str, names: Iterable[str]) -> str:
     )
 
 
-def save_loop(
-    writer: CheckpointWriter, folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, *,
-    others: Mapping[str, Stateful], progress: Mapping[str, Any], sharded: bool,
-) -> None:  # fmt: skip
-    """Write a plain loop's checkpoint; arguments and errors are as for `stage_loop`. Collective."""
-    with writer.new(folder, optimizer=kind_of(optimizer).name) as staging:
-        stage_loop(staging, model, optimizer, others=others, progress=progress, sharded=sharded)
-
-
 def stage_loop(
     staging: Staging, model: nn.Module, optimizer: torch.optim.Optimizer, *,
     others: Mapping[str, Stateful], progress: Mapping[str, Any], sharded: bool,

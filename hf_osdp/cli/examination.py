@@ -29,7 +29,7 @@ from ..preparation.preflight import (
 )
 from ..preparation.recalibrate import estimated
 from ..quantities import format_bytes, format_count, format_seconds
-from ..report.content import package_versions
+from ..versions import package_versions
 from .cases import Case
 from .options import Request
 from .output import error_line
@@ -172,7 +172,7 @@ def _passed(description: ModelDescription, job: Job, memory: DeviceMemory | None
 
 def machine_line() -> str:
     """Return versions, devices, and the backends of collectives on this machine."""
-    python, _, _, *versions = (f"{name} {number}" for name, number in package_versions().items())
+    python, _, *versions = (f"{name} {number}" for name, number in package_versions().items())
     cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     devices = f"{len(cuda)} x {', '.join(dict.fromkeys(cuda))}" if cuda else "no CUDA device"
     backends = [

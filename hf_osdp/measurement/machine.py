@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -13,12 +12,13 @@ import torch.distributed as dist
 from ..distributed.consensus import on_rank_zero
 from ..distributed.device import own_gpu
 from ..distributed.mesh import find_topology, world_size
-from ..distributed.process_group import all_gather_objects, own_versions
+from ..distributed.process_group import all_gather_objects
 from ..errors import HardwareError
 from ..planner.description import DType
 from ..planner.hardware import Backend, DeviceSpec, Hardware
 from ..planner.presets import COMMUNICATOR_BYTES, preset
 from ..planner.profile import Profile, SegmentTimes
+from ..versions import package_versions
 from .block_times import TimedModel, measure_block_times
 from .links import links_of, measure_collectives
 from .memory_limits import memory_of_rank
@@ -99,15 +99,12 @@ def measure_profile(*, device_type: str, seconds: float = 10.0, model: TimedMode
         segments = measure_block_times(model, device=device, seconds=seconds / 2)
         config = getattr(model.model_or_config, "config", model.model_or_config)
         name = getattr(config, "_name_or_path", "") or type(model.model_or_config).__name__
-    versions = {
-        name: version for name, version in own_versions().items() if name in ("hf_osdp", "torch", "transformers")
-    }
     profile = Profile(
         hardware=hardware,
         segments=segments,
         device_names=tuple(all_gather_objects(device_name(device))),
         model=name,
-        versions={**versions, "python": platform.python_version()},
+        versions=package_versions(),
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
     return Profile.from_json(on_rank_zero(profile.to_json))  # dates and versions may differ between ranks
