@@ -31,9 +31,10 @@ from torch.distributed.fsdp import fully_shard
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from hf_osdp.checkpoint.states import load_loop, save_loop  # noqa: E402
+from hf_osdp.checkpoint.states import load_loop  # noqa: E402
 from hf_osdp.checkpoint.writer import CheckpointWriter  # noqa: E402
 from hf_osdp.distributed.stop import StopSignal  # noqa: E402
+from tests.helpers.checkpointed import save_loop  # noqa: E402
 from tests.helpers.distributed import run_ranks  # noqa: E402
 
 RANKS = 2

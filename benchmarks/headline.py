@@ -53,7 +53,7 @@ from benchmarks.headline_parts.machines import NAMED, named_machine  # noqa: E40
 from benchmarks.headline_parts.rows import Row, rows_of  # noqa: E402
 from benchmarks.headline_parts.tables import WIDTH, groups, markdown, remarks, table_of, verdicts  # noqa: E402
 from benchmarks.torchrun import start_ranks  # noqa: E402
-from hf_osdp.report.content import package_versions  # noqa: E402
+from hf_osdp.versions import package_versions  # noqa: E402
 
 NOTHING_MEASURED = 77
 EXPERIMENTS = (1, 2, 3, 4)

@@ -38,7 +38,7 @@ from benchmarks.small_models import SAMPLES, STEPS, InDouble, built, classes, co
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import SearchResult, least_memory
 from hf_osdp.preparation import find_plan as finding
-from hf_osdp.report.content import package_versions
+from hf_osdp.versions import package_versions
 
 TOLERANCE = 1e-9
 SECONDS = 40

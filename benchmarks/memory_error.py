@@ -54,8 +54,8 @@ from hf_osdp.planner.split import WHOLE_BLOCKS, ModelSplit
 from hf_osdp.planner.training_job import Precision, TrainingJob
 from hf_osdp.preparation.simulate import simulate
 from hf_osdp.quantities import format_bytes
-from hf_osdp.report.content import package_versions
 from hf_osdp.tracing.describe import describe
+from hf_osdp.versions import package_versions
 
 MEAN_AIM, WORST_AIM, UNDER_AIM = 0.005, 0.03, -0.01
 TOKENS, SAMPLES = 512, 4

@@ -47,7 +47,7 @@ from benchmarks.zoo_ranks import (
     line_of,
     try_all,
 )  # fmt: skip
-from hf_osdp.report.content import package_versions
+from hf_osdp.versions import package_versions
 from tests.helpers.distributed import RankFailure, run_ranks
 
 TASKS = {

@@ -35,11 +35,12 @@ from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planner.training_job import Precision, TrainingJob
-from hf_osdp.sharding.apply import apply_plan, verify_applied
+from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.host import host_parameters
 from hf_osdp.sharding.optimizer_steps import step_by_device
 from hf_osdp.tracing.describe import describe
 from tests.helpers.layouts import plan_of
+from tests.helpers.read_back import verify_applied
 from tests.helpers.training import Trained, train_sharded, train_whole
 
 TOLERANCE, STEPS, TOKENS = 1e-12, 2, 24

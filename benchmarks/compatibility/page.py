@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from itertools import groupby
 
-from hf_osdp.report.content import package_versions
+from hf_osdp.versions import package_versions
 
 from .row import Result, Verdict
 

@@ -5,43 +5,33 @@ osdp_checkpoint.json              manifest of a complete checkpoint; written las
 checkpoint-30                     the same folder, moved when it is completely on the disk and its manifest is written
 .partial/checkpoint-30.replaced   the old folder of this name, until the new one is in its place
 .partial/checkpoint-30.removed    a checkpoint that is being removed
-.partial/lock                     locked by the run that writes checkpoint-N; NAME.lock by the run that writes NAME.
-                                  It holds the run's `Holder`
+.partial/lock                     locked by the run that writes checkpoint-N; NAME.lock by the run that writes NAME
 .partial/training.json            the training that runs in the folder, see resume.py
 """
 
 from __future__ import annotations
 
-import errno
 import glob
 import json
 import logging
 import os
 import re
 import shutil
-import socket
-import time
 import uuid
 import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import cast
 
-import psutil
+from filelock import FileLock, Timeout
 
-from ..distributed.process_group import own_versions
 from ..errors import CheckpointError
 from ..planner.files import validated
 from ..reading import read_json
+from ..versions import package_versions
 from .layouts import is_state
 from .safe import check_inside
-
-try:
-    import fcntl
-except ImportError:  # Windows, where nothing is locked
-    fcntl = None  # type: ignore[assignment]
 
 MANIFEST_NAME = "osdp_checkpoint.json"
 VERSION = 1
@@ -59,13 +49,8 @@ _LOCK_WAIT_S = 60.0
 """How long to wait for another run to end: a restart may begin while file systems still hold the lock of a machine
 that failed.
 """
-_POLL_S = 0.05
-_OLD_S = 24 * 3600.0
-"""Without locks, leftovers that changed within this time may be another run's that is still being written."""
-_locks: dict[Path, tuple[int, int | None]] = {}
-"""Locks of this process, or of the process from which it was forked: the process, and the descriptor of the locked
-file, or None if the file system has no locks.
-"""
+_locks: dict[Path, FileLock] = {}
+"""Locks of this process, or of the process from which it was forked; not acquired if the file system has no locks."""
 _staged: set[Path] = set()
 """Folders in which this process writes checkpoints."""
 
@@ -84,39 +69,6 @@ class FileRecord:
             while chunk := file.read(_CHUNK_BYTES):
                 size, crc = size + len(chunk), zlib.crc32(chunk, crc)
         return cls(size=size, crc32=crc)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
-    """The process that has locked a folder, and when it started, in seconds since the epoch."""
-
-    host: str
-    process: int
-    started_s: float
-
-    def __str__(self) -> str:
-        since = time.strftime("%Y-%m-%d %H:%M", time.gmtime(self.started_s))
-        return f"process {self.process} on {self.host}, started {since} UTC"
-
-    @classmethod
-    def this(cls) -> Holder:
-        return cls(host=socket.gethostname(), process=os.getpid(), started_s=psutil.Process().create_time())
-
-    @classmethod
-    def of(cls, path: Path) -> Holder | None:
-        """Return the process that locked a file last; None if the file does not say."""
-        with suppress(CheckpointError):
-            return validated(cls, read_json(path, "lock", CheckpointError), CheckpointError)
-        return None
-
-    def is_alive(self) -> bool | None:
-        """Return whether the process still runs; None if it is on another machine."""
-        if self.host != socket.gethostname():
-            return None
-        try:
-            return abs(psutil.Process(self.process).create_time() - self.started_s) < 1.0
-        except psutil.Error:
-            return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,44 +159,43 @@ def lock_checkpoints(parent: Path, name: str | None = None) -> None:
     path = _lock_path(parent, name)
     if path in _locks:
         return
-    if not _try_lock(path):
-        holder = Holder.of(path) or "of which nothing is known"
-        _log.warning(
-            "Another run (%s) writes checkpoints into %s; waiting up to %g s for it to end.",
-            holder, parent, _LOCK_WAIT_S,
-        )  # fmt: skip
-        if not _try_lock(path, _LOCK_WAIT_S):
-            raise CheckpointError(
-                f"Another run ({holder}) writes checkpoints into {parent}; give this run another folder."
+    lock = FileLock(path, thread_local=False, fallback_to_soft=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            _log.warning(
+                "Another run writes checkpoints into %s; waiting up to %g s for it to end.", parent, _LOCK_WAIT_S
             )
+            lock.acquire(timeout=_LOCK_WAIT_S)
+    except Timeout:
+        raise CheckpointError(f"Another run writes checkpoints into {parent}; give this run another folder.") from None
+    except OSError as error:
+        if path.exists():  # else the first checkpoint reports a folder that cannot be written
+            _log.warning(
+                "%s cannot be locked (%s): let no other run write checkpoints there, and remove by hand what"
+                " interrupted runs leave in %s.",
+                parent, error.strerror, path.parent,
+            )  # fmt: skip
+    _locks[path] = lock
     pattern = "checkpoint[-_]*" if name is None else glob.escape(name)
     restore_replaced(parent, pattern)
     staged = {inside.parent for inside in path.parent.glob(f"*/{pattern}")} - _staged
     for left in (*staged, *path.parent.glob(pattern), *path.parent.glob(f"{pattern}{_REMOVED}")):
-        if _locks[path][1] is not None or _is_old(left):
+        if lock.is_locked:  # else another run may be writing it
             shutil.rmtree(left, ignore_errors=True)
-
-
-def _is_old(folder: Path) -> bool:
-    """Return whether nothing in a folder has changed since this process started, nor within a day."""
-    latest = min(psutil.Process().create_time(), time.time() - _OLD_S)
-    with suppress(OSError):
-        return all(path.lstat().st_mtime < latest for path in (folder, *folder.rglob("*")))
-    return False
 
 
 def unlock_checkpoints(parent: Path, name: str | None = None) -> None:
     """Release the lock of `lock_checkpoints`, so that other runs can write these checkpoints."""
     path = _lock_path(parent, name)
-    process, descriptor = _locks.pop(path, (0, None))
-    if process != os.getpid():  # forked from the process with the lock
-        return
-    with suppress(OSError):
-        if descriptor is not None or Holder.of(path) == Holder.this():
+    lock = _locks.pop(path, None)
+    if lock is not None and lock.is_locked:  # a forked process does not have it
+        with suppress(OSError):
             path.unlink()
-        path.parent.rmdir()  # fails if other files are in it
-    if descriptor is not None:
-        os.close(descriptor)
+            path.parent.rmdir()  # fails if other files are in it
+        lock.release()
 
 
 def lock_name(folder: Path) -> str | None:
@@ -254,58 +205,6 @@ def lock_name(folder: Path) -> str | None:
 
 def _lock_path(parent: Path, name: str | None) -> Path:
     return absolute(parent) / PARTIAL / (_LOCK if name is None else f"{name}.{_LOCK}")
-
-
-def _try_lock(path: Path, seconds: float = 0.0) -> bool:
-    """Lock a file and write this process into it; return False if another run still holds it after these seconds.
-
-    On a file system without locks, the process that the file names holds it while it runs. A process on another
-    machine cannot be seen there, so it is named in the log, and this run goes on.
-    """
-    until = time.monotonic() + seconds
-    while (locked := _lock_now(path)) is None:
-        if time.monotonic() > until:
-            return False
-        time.sleep(_POLL_S)
-    _locks[path] = (os.getpid(), locked[0])
-    return True
-
-
-def _lock_now(path: Path) -> tuple[int | None] | None:
-    """Return the descriptor of the locked file, or `(None,)` if there are no locks here; None if another run holds
-    it.
-    """
-    descriptor = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        if fcntl is None:
-            raise OSError(errno.ENOSYS, "no locks")
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.fstat(descriptor).st_nlink:  # its last holder removed it after it was opened here
-            os.close(descriptor)
-            return None
-    except BlockingIOError:
-        os.close(cast(int, descriptor))
-        return None
-    except OSError as error:
-        if descriptor is None:  # the first checkpoint reports a folder that cannot be written
-            _log.debug("Nothing is locked", exc_info=True)
-            return (None,)
-        os.close(descriptor)
-        descriptor, holder = None, Holder.of(path)
-        if holder is not None and holder != Holder.this():
-            if alive := holder.is_alive():
-                return None
-            if alive is None:
-                _log.warning(
-                    "%s cannot be locked (%s), and %s may still write checkpoints there; if it does, end one of the"
-                    " two.",
-                    path.parent.parent, error.strerror, holder,
-                )  # fmt: skip
-    with suppress(OSError):
-        path.write_text(json.dumps(asdict(Holder.this())), encoding="utf-8")
-    return (descriptor,)
 
 
 def absolute(folder: Path) -> Path:
@@ -353,7 +252,7 @@ def complete(folder: Path, staging: Path, manifest: Manifest, parts: Iterable[Ma
                 flush(path)
                 files[name] = FileRecord.of(path)
         (staging / MANIFEST_NAME).write_text(
-            replace(manifest, files=files, versions=own_versions()).to_json(), encoding="utf-8"
+            replace(manifest, files=files, versions=package_versions()).to_json(), encoding="utf-8"
         )
         for path in (staging / MANIFEST_NAME, *(path for path in staging.rglob("*") if path.is_dir()), staging):
             flush(path)

@@ -36,7 +36,7 @@ from .folders import (
     numbered_checkpoints,
     restore_replaced,
 )
-from .layouts import WEIGHTS, WEIGHTS_INDEX, find_model, find_optimizer
+from .layouts import find_model, find_optimizer
 from .safe import special_file
 
 _log = logging.getLogger(__name__)
@@ -202,23 +202,12 @@ def _damage(folder: Path) -> str | None:
             manifest = Manifest.load(folder)
         except CheckpointError as error:
             return str(error).rstrip(".")
-        return sorted(_without_divided(folder, manifest.files).items()) if manifest else []
+        return sorted(manifest.files.items()) if manifest else []
 
     files = on_rank_zero(listed)
     if isinstance(files, str):
         return files
     return next(filter(None, all_gather_objects(damage(folder, files[rank() :: world_size()]))), None)
-
-
-def _without_divided(folder: Path, files: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-    """Leave out, with a warning, a file of weights that was divided into several after it was saved."""
-    divided = WEIGHTS in files and not (folder / WEIGHTS).exists() and (folder / WEIGHTS_INDEX).is_file()
-    if divided:
-        _log.warning(
-            "%s of %s was divided into several files after it was saved: the checksums do not cover its weights.",
-            WEIGHTS, folder,
-        )  # fmt: skip
-    return {name: record for name, record in files.items() if not (divided and name == WEIGHTS)}
 
 
 def restarted_launches() -> set[str]:

@@ -94,7 +94,6 @@ class UnitGroup(FSDPParamGroup):
     """Whether sums of earlier micro-steps wait to be all-reduced."""
     ranks = property(lambda self: self.mesh_info.mesh.size(self.mesh_info.mesh.ndim - 1))
     """Over how many ranks it is sharded."""
-    collectives = property(lambda self: (self._all_gather_comm, self._reduce_scatter_comm))
 
 
 class UnitState(FSDPState):

@@ -8,15 +8,12 @@ import functools
 import json
 import logging
 import os
-import platform
 import socket
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from importlib import metadata
 from itertools import groupby
 from typing import TypedDict, TypeVar
 from weakref import WeakKeyDictionary
@@ -26,7 +23,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
-from ..errors import LaunchError, OSDPError
+from ..errors import LaunchError, OSDPError, one_line
+from ..versions import package_versions
 from .device import prefer_expandable_segments
 from .launcher import (
     is_torchruns_store,
@@ -35,14 +33,11 @@ from .launcher import (
     master_address,
     most_restarts,
     number,
-    restart_count,
     variable,
 )
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-COMPARED = ("hf_osdp", "torch", "accelerate", "transformers")
-"""Packages that all ranks must have in one version."""
 TIMEOUT_VARIABLE = "OSDP_LAUNCH_TIMEOUT_S"
 ALL_CALL_S = 300.0
 """How long `require_all` waits: longer than a rank may log or write beforehand, less than NCCL's 600 s."""
@@ -53,8 +48,8 @@ If a rank ends, the others stop waiting.
 """
 _POLL_S = 0.05
 _READ_S = 2.0
-"""How much longer than rank 0 the others wait, and how long rank 0 waits while they read an error."""
-_KEY, _LINE = "hf_osdp/start", "line"
+"""How much longer than rank 0 the others wait, and how long rank 0 waits while they read a refusal."""
+_KEY = "hf_osdp/start"
 
 _gloo_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _step_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -104,7 +99,7 @@ def check_ranks() -> None:
         store = _env_store(rank, number("MASTER_PORT"), limit_s)
     mine = RankReport(
         rank=rank, ranks=size, host=socket.gethostname(), process=os.getpid(), token=uuid.uuid4().hex,
-        versions=own_versions(),
+        versions=package_versions(),
     )  # fmt: skip
     try:
         reports = (_collect if rank == 0 else _report)(store, mine, limit_s)
@@ -118,16 +113,6 @@ def check_ranks() -> None:
         if rank == 0:
             time.sleep(_READ_S)  # this process may host the store from which the others read
         raise LaunchError(line)
-
-
-def own_versions() -> dict[str, str]:
-    """Return this process's version of each of `COMPARED`, as imported or else as installed, and of Python
-    (major.minor).
-    """
-    found = {
-        name: str(getattr(sys.modules.get(name), "__version__", None) or metadata.version(name)) for name in COMPARED
-    }
-    return found | {"python": ".".join(platform.python_version_tuple()[:2])}
 
 
 def launch_timeout_s() -> float:
@@ -362,35 +347,6 @@ def require_all(what: str) -> None:
         )
 
 
-def tell_line(line: str) -> None:
-    """Tell the other ranks which error rank 0 has printed; call it there, before the process ends."""
-    if (store := _store_of_run()) is not None:
-        with suppress(RuntimeError):  # torch's errors of stores
-            store.set(_LINE, line)
-            if not is_torchruns_store():  # this process may host the store from which the others read
-                time.sleep(_READ_S)
-
-
-def is_told_line(line: str, seconds: float) -> bool:
-    """Return whether rank 0 prints the same error within these seconds."""
-    store, told = _store_of_run(), False
-    with suppress(RuntimeError):
-        _poll(lambda: store is not None and store.check([_LINE]), seconds)
-        told = store is not None and store.check([_LINE]) and store.get(_LINE).decode() == line
-    return told
-
-
-def _store_of_run() -> Store | None:
-    """Return a store of this start of the run; None without one, or before `check_ranks`."""
-    if are_several_ranks():
-        store = dist.distributed_c10d._get_default_store()
-    elif _env_store.cache_info().currsize:
-        store = _env_store(launched_rank(), number("MASTER_PORT"), launch_timeout_s())
-    else:
-        return None
-    return PrefixStore(f"hf_osdp/said/{restart_count()}", store)
-
-
 def _store(name: str) -> Store:
     return PrefixStore(f"hf_osdp/{name}", dist.distributed_c10d._get_default_store())
 
@@ -404,7 +360,7 @@ def _poll(condition: Callable[[], bool], seconds: float) -> None:
 
 def _reason(error: Exception) -> str:
     """Return torch's message without its C++ stack, short enough for one line."""
-    return " ".join(str(error).split("Exception raised from")[0].split())[:160].rstrip(". ")
+    return one_line(str(error).split("Exception raised from")[0])[:160].rstrip(". ")
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -13,12 +13,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..errors import OSDPError
-from .launcher import launched_rank, launched_world_size
-from .process_group import is_told_line, tell_line
+from ..errors import OSDPError, one_line
+from .launcher import launched_rank, launched_world_size, number
 
-_RANK_ZERO_FIRST_S = 5.0
-"""Seconds that other ranks wait for rank 0 to print first; its exit makes the launcher end them."""
+_BETWEEN_RANKS_S = 5.0
+"""Seconds that other ranks wait before they print: if rank 0 fails too, its exit makes the launcher end them. On a
+machine without rank 0 its first rank prints before the others.
+"""
 _LONG_S = 10.0
 """Seconds after which rank 0 says that it still plans."""
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -26,16 +27,14 @@ _log = logging.getLogger(__name__)
 
 
 def say_once(error: BaseException, name: str = "error") -> None:
-    """Print an error in one line on stderr, on rank 0; on another rank only if rank 0 does not print the same."""
-    line = f"{name}: {' '.join(str(error).split())}"
+    """Print an error in one line on stderr; on another rank than 0 after seconds, in which the launcher ends this
+    rank if rank 0 has failed too.
+    """
+    line = f"{name}: {one_line(error)}"
     _log.debug("%s", line, exc_info=error)
-    if launched_rank() == 0:
-        print(line, file=sys.stderr, flush=True)
-        tell_line(line)
-    elif is_told_line(line, _RANK_ZERO_FIRST_S):
-        time.sleep(_RANK_ZERO_FIRST_S)  # so that the launcher reports rank 0, which printed the line
-    else:
-        print(line, file=sys.stderr, flush=True)
+    if launched_rank():
+        time.sleep(_BETWEEN_RANKS_S * (2 if number("LOCAL_RANK") else 1))
+    print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager

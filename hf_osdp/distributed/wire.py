@@ -229,12 +229,3 @@ def encode_replicas(group: UnitGroup, decision: Wires, plain: BackendTransport) 
         info: Any = group.mesh_info
         transport = WireTransport(plain, decision.replica_wire)
         info.replicate_process_group = Replicas(group=info.replicate_process_group, transport=transport)
-
-
-def wires_of(group: UnitGroup) -> Wires:
-    """Return the formats that a unit's collectives really use."""
-    sent = [getattr(collective, "between", None) for collective in group.collectives]
-    replicas = getattr(group.mesh_info, "replicate_process_group", None)
-    gather, reduce = (one.wire if isinstance(one, WireTransport) else None for one in sent)
-    replica = replicas.transport.wire if isinstance(replicas, Replicas) else None
-    return Wires(gather_wire=gather, reduce_wire=reduce, replica_wire=replica)

@@ -84,9 +84,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         LaunchError: ranks are missing, or run different versions.
     """
 
-    measures_loop = True
-    """Whether hooks find the first steps and measure them; the Trainer measures its own steps."""
-
     def __init__(
         self,
         *args: Any,
@@ -106,7 +103,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         cpu = options.pop("cpu", False) or launch_request().use_cpu or not torch.accelerator.is_available()
         self.planned_run: PlannedRun | None = None
         """The plan and its inputs; None before planning."""
-        self._loop_meter: LoopMeter | None = None
+        self.loop_meter: LoopMeter | None = None
         self._out_of_memory: OutOfMemoryHandler | None = None
         self.measured: Observation | None = None
         """Measurement of the loop's first optimizer steps, the same on every process; None until they have ended."""
@@ -175,7 +172,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         precision instead of autocast.
         """
         self.planned_run, self._writer.plan = run, run.plan
-        assert run.inputs is not None
         precision = run.inputs.job.precision
         if not self.is_fsdp2 and (uses_host(run.plan) or (precision.compute is not None and not precision.autocast)):
             form_process_group(needed=True)
@@ -317,7 +313,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             return
         run, on_oom = self._planned, self._config.on_oom
         if self.plugin.activation_checkpointing:
-            assert run.inputs is not None
             checkpoint_blocks(model, run.inputs.description.block_classes, trains=True)
         if self.is_fsdp2:
             shard_model(model, run, self.plugin, optimizers, device=self.device)
@@ -331,9 +326,9 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         """Make the optimizers step as planned, and measure the loop's first steps."""
         model = self._models[-1]
         bind_optimizer(model, run.plan, run.units, optimizers)
-        if self.measures_loop and self._loop_meter is None:
+        if self.loop_meter is None:
             skips = self.scaler is not None and self.scaler.is_enabled()
-            self._loop_meter = LoopMeter(model, self.device, self._report, run.plan, may_skip=skips)
+            self.loop_meter = LoopMeter(model, self.device, self._report, run.plan, may_skip=skips)
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as stock
         """Prepare as `Accelerator.prepare_model`, without what the plan does in its place."""
@@ -377,8 +372,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             for tracker in self.trackers:
                 tracker.finish()
             return
-        if self._loop_meter is not None:
-            self._loop_meter.finish()
+        if self.loop_meter is not None:
+            self.loop_meter.finish()
         self._writer.wait()
         super().end_training()
 

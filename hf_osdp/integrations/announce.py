@@ -20,12 +20,9 @@ from ..preparation.job import Job
 from ..preparation.plan_run import PlannedRun, plan_run
 from ..quantities import format_seconds
 from ..report.content import report_content, write_report
-from ..report.plan_file import PlanInputs
 from ..report.run_tables import Outcome, outcome_table, trials_table
 from ..report.tables import comparison_table, plan_caption, plan_table
 
-_MIN_SPEEDUP = 1.02
-"""Speedup by the estimates above which the planner's own choice is mentioned."""
 _WIDTH = 100
 """Columns if the output is not a terminal."""
 
@@ -51,8 +48,7 @@ def announce_plan(run: PlannedRun) -> None:
     """Print the plan, other strategies, plans that were tried, and the findings of the preflight checks, on rank 0."""
     if rank():
         return
-    console, inputs, estimate = _console(), *_inputs_and_estimate(run)
-    description = inputs.description
+    console, description, estimate = _console(), run.inputs.description, run.inputs.estimate(run.plan)
     if run.rounds:
         console.print(trials_table(_rounds_content(run)))
     console.print(
@@ -60,12 +56,6 @@ def announce_plan(run: PlannedRun) -> None:
     )
     if run.comparison is not None and run.plan.memory_limit_bytes is not None:
         console.print("", comparison_table(run.comparison, run.plan.memory_limit_bytes), sep="\n")
-    if run.open_step_s is not None and run.plan.step_s and run.plan.step_s > _MIN_SPEEDUP * run.open_step_s:
-        console.print(
-            "Activation checkpointing recomputes every block. If the planner may choose, a step takes"
-            f" {format_seconds(run.open_step_s)} by"
-            f" the estimate, {run.plan.step_s / run.open_step_s:.2f} times as fast: switch checkpointing off."
-        )
     if run.gain is not None:
         console.print(run.gain.line)
     where = "" if run.hardware is None else f" for {run.hardware.summary}"
@@ -84,7 +74,7 @@ def announce_result(run: PlannedRun, measured: Observation, output_dir: str | Pa
     """
     if rank():
         return
-    console, inputs, estimate = _console(), *_inputs_and_estimate(run)
+    console, estimate = _console(), run.inputs.estimate(run.plan)
     nbytes: list[Outcome] = [
         ("peak memory", estimate.memory.peak_bytes, measured.peak_bytes)
     ]  # of tensors, as measured
@@ -100,7 +90,7 @@ def announce_result(run: PlannedRun, measured: Observation, output_dir: str | Pa
         return
     content = report_content(
         run.plan,
-        inputs,
+        run.inputs,
         estimate,
         planning_s=run.planning_s,
         comparison=run.comparison,
@@ -137,11 +127,6 @@ def _collectives(estimate: PlanEstimate, measured: Observation) -> list[Outcome]
         if estimated or measured_s:
             rows.append((kind.value.replace("_", "-"), estimated, measured_s))
     return rows
-
-
-def _inputs_and_estimate(run: PlannedRun) -> tuple[PlanInputs, PlanEstimate]:
-    assert run.inputs is not None, "runs that are printed have been described"
-    return run.inputs, run.inputs.estimate(run.plan)
 
 
 def _console() -> Console:

@@ -27,9 +27,6 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.optim.lr_scheduler import (
-    CosineAnnealingWarmRestarts,
-    CyclicLR,
-    LambdaLR,
     LRScheduler,
     OneCycleLR,
     ReduceLROnPlateau,
@@ -54,10 +51,8 @@ from .plugin import writes_shards
 _log = logging.getLogger(__name__)
 _RATE_KEYS = ("lr", "initial_lr", "max_lr", "min_lr")
 """Keys that schedulers write into an optimizer's parameter groups."""
-_MOST_STEPS = 1_000_000
-"""A schedule is stepped so often, in 7 s, to get the bits of an uninterrupted run; further, its position is set."""
-_BY_POSITION = (LambdaLR, OneCycleLR, CyclicLR, CosineAnnealingWarmRestarts)
-"""Schedules whose rates follow from the position alone."""
+_MOST_STEPS = 10**8
+"""A schedule is stepped at most so often, at 7 µs a step, to get the bits of an uninterrupted run."""
 
 
 class AcceleratorCheckpoints(Accelerator):
@@ -344,21 +339,14 @@ def rescale_schedules(schedules: Sequence[Schedule], factor: Fraction | None) ->
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a scheduler step before any optimizer step
         for schedule, target in targets:
-            _set_position(schedule, target)
+            for _ in range(target - schedule.position):
+                schedule.scheduler.step()
     return [type(schedule.scheduler).__name__ for schedule, target in found if target is None]
-
-
-def _set_position(schedule: Schedule, target: int) -> None:
-    if target - schedule.position > _MOST_STEPS:
-        schedule.scheduler.step(target)  # deprecated, but the one public call that sets a position
-        return
-    for _ in range(target - schedule.position):  # bitwise as in an uninterrupted run; 7 µs per step
-        schedule.scheduler.step()
 
 
 def _target(schedule: Schedule, factor: Fraction | None) -> int | None:
     """Return a scheduler's position in this run; None if it depends on metrics, the factor is unknown, it would
-    have to step back, or it is further away than schedulers are stepped, and its rates need every step.
+    have to step back, or no training is that long.
     """
     saved = _position(schedule.scheduler)
     if factor is None or saved < 0 or isinstance(schedule.scheduler, ReduceLROnPlateau):
@@ -366,9 +354,7 @@ def _target(schedule: Schedule, factor: Fraction | None) -> int | None:
     target = round(saved * factor)
     if isinstance(schedule.scheduler, OneCycleLR):
         target = min(target, schedule.state["total_steps"])  # Accelerate does not step it further
-    if target - schedule.position > _MOST_STEPS and not isinstance(schedule.scheduler, _BY_POSITION):
-        return None
-    return target if target >= schedule.position else None
+    return target if 0 <= target - schedule.position <= _MOST_STEPS else None
 
 
 def _position(scheduler: LRScheduler) -> int:

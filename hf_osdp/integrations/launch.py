@@ -40,7 +40,7 @@ class LaunchRequest:
     osdp: bool | None = None
     """Whether to plan if the script does not say; None if the file says nothing about OSDP."""
     options: Mapping[str, object] = field(default_factory=dict)
-    """Options of `OSDPConfig` by name; `fsdp_transformer_layer_cls_to_wrap` counts as `block_classes`."""
+    """Options of `OSDPConfig` by name."""
     use_cpu: bool = False
     """Run on the CPU even with an accelerator; `accelerate launch` does not pass on its own `use_cpu` under FSDP."""
 
@@ -68,8 +68,11 @@ def launch_request(environment: Mapping[str, str] | None = None) -> LaunchReques
             "fsdp_reshard_after_forward: false is decided by the plan; leave it out, or write strategy: zero2 next to"
             " osdp."
         )
-    if classes := environment.get("FSDP_TRANSFORMER_CLS_TO_WRAP", ""):
-        options.setdefault("block_classes", classes)
+    if osdp and (classes := environment.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")):
+        raise ValueError(
+            f"fsdp_transformer_layer_cls_to_wrap: {classes} is decided by the plan; leave it out, or write"
+            " block_classes next to osdp."
+        )
     return LaunchRequest(osdp=osdp, options=options, use_cpu=use_cpu)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ..checkpoint.states import Stateful, load_loop, stage_loop
 from ..checkpoint.writer import CheckpointWriter
 from ..distributed.consensus import on_rank_zero, require_same
-from ..distributed.mesh import rank, world_size
+from ..distributed.mesh import world_size
 from ..distributed.said_once import say_uncaught_once
 from ..errors import refuse_first
 from ..measurement.step_meter import LoopMeter, Observation
@@ -29,11 +28,8 @@ from ..planner.training_job import OptimizerSpec, Precision
 from ..preparation.config import OSDPConfig, merged_config
 from ..preparation.job import Job
 from ..preparation.out_of_memory import OutOfMemoryHandler
-from ..preparation.plan_run import PlannedRun, plan_run
-from ..preparation.preflight import Severity
 from ..preparation.recalibrate import Round
-from ..quantities import format_bytes, format_seconds
-from ..sharding.apply import apply_plan, verify_applied
+from ..sharding.apply import apply_plan
 from ..sharding.environment import form_process_group, move_to_device, mp_policy, prepare_model, training_device
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
 from ..sharding.optimizer import spec_of_optimizer
@@ -41,9 +37,8 @@ from ..sharding.optimizer_steps import bind_optimizer, prepare_new_optimizers
 from ..sharding.optimizers import kind_of
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.steps import micro_step
+from .announce import announce_result, plan_and_announce
 from .block_forms import unwrapped
-
-_log = logging.getLogger(__name__)
 
 
 class OptimalShardedDataParallel(nn.Module):
@@ -79,7 +74,7 @@ class OptimalShardedDataParallel(nn.Module):
         report: the plan's estimates, on rank 0; None on other ranks and for a given plan.
         rounds: plans tried under `recalibrate`, with estimate and measurement.
         measured: peak, step time and collectives of the first 8 optimizer steps, the same on every rank; None until
-            they have ended. Rank 0 logs them with the estimate.
+            they have ended. Rank 0 prints them with the estimate.
     """  # noqa: E501
 
     def __init__(
@@ -124,10 +119,8 @@ class OptimalShardedDataParallel(nn.Module):
             precision=precision,
             optimizer=optimizer or spec_of_optimizer(None, device_type=device.type),
             against_unit_steps=None if optimizer is None else "only the optimizer's OptimizerSpec is known",
-            estimates_given_plan=False,
         )
-        run = plan_run(model, job)
-        _log_findings(run)
+        run = self._run = plan_and_announce(model, job)
         self.plan: Plan = run.plan
         self.report: SearchResult | None = run.search
         self.rounds: tuple[Round, ...] = run.rounds
@@ -135,7 +128,6 @@ class OptimalShardedDataParallel(nn.Module):
         settings = {**configuration_texts(model), "precision": mixed_precision}
         writer = self._writer = CheckpointWriter(plan=run.plan, settings=settings)
         apply_plan(model, run.plan, run.units, meshes=run.meshes, mp_policy=mp_policy(precision))
-        verify_applied(model, run.plan, run.units)
         self.module = move_to_device(model, device)
         self._out_of_memory = OutOfMemoryHandler(
             model, run.plan, run.units, problem=run.problem, on_oom=config.on_oom, device=device
@@ -149,7 +141,7 @@ class OptimalShardedDataParallel(nn.Module):
 
         prepare_new_optimizers(self.module, bind)
         self._scales = precision.compute is DType.FLOAT16
-        self._loop_meter = LoopMeter(self.module, device, self._log_measured, plan, may_skip=self._scales)
+        self._loop_meter = LoopMeter(self.module, device, self._report, plan, may_skip=self._scales)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  what the model returns
         """Run the model's forward pass.
@@ -183,26 +175,9 @@ class OptimalShardedDataParallel(nn.Module):
         """
         return OSDPGradScaler(**{"device": training_device().type, "enabled": self._scales, **kwargs})
 
-    def _log_measured(self, measured: Observation) -> None:
-        """Store the measurement of the first steps, and log it on rank 0."""
+    def _report(self, measured: Observation) -> None:
         self.measured = measured
-        if rank():
-            return
-        peak, step_s = (
-            (None, None) if self.report is None else (self.report.memory.peak_bytes, self.report.time.step_s)
-        )
-        texts = [
-            _pair_text(peak, measured.peak_bytes, format_bytes),
-            _pair_text(step_s, measured.median_step_s, format_seconds),
-        ]
-        texts[-1] += "" if measured.first_step_s is None else f" (the first {format_seconds(measured.first_step_s)})"
-        kinds = [
-            f"{t.collective.value.replace('_', '-')} over {t.group_size}: {format_seconds(t.seconds)}"
-            for t in measured.collectives
-        ]
-        _log.info(
-            "Plan %s: peak %s, step %s%s.", self.plan.fingerprint, *texts, "; " + ", ".join(kinds) if kinds else ""
-        )
+        announce_result(self._run, measured, None)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the model's parameters under its own names: this rank's shards, as DTensors, even right after an
@@ -311,33 +286,17 @@ def _check(config: OSDPConfig, optimizer: OptimizerSpec | str | None) -> None:
     """Raise ValueError if planning lacks an option, or an option has no effect in a plain loop, before anything is
     changed.
     """
-    given = config.plan is not None
     missing = [name for name in ("sequence_length", "global_batch_size") if getattr(config, name) is None]
-    unused = next((name for name, one in (("optimizer", optimizer), ("inputs", config.inputs)) if one is not None), "")
     refuse_first({
         f"optimizer is of type {type(optimizer).__name__}; give an OptimizerSpec, and make the optimizer from the"
         " sharded model's parameters.": not isinstance(optimizer, (OptimizerSpec, str, type(None))),
         "async_save=True has no effect in a plain loop; leave it out, and use save_checkpoint(in_background=True).":
             config.async_save,
         f"Planning needs {' and '.join(missing)}; set {'them' if len(missing) > 1 else 'it'} in OSDPConfig.":
-            missing and not given,
-        f"plan runs a given plan as it is, so {unused} would have no effect; leave one of the two out.":
-            given and unused,
+            missing and config.plan is None,
     })  # fmt: skip
-
-
-def _log_findings(run: PlannedRun) -> None:
-    for finding in () if rank() else run.findings:
-        _log.log(logging.INFO if finding.severity is Severity.NOTE else logging.WARNING, "%s", finding.message)
-    if run.gain is not None and not rank():
-        _log.log(logging.INFO if run.gain.taken else logging.WARNING, "%s", run.gain.line)
 
 
 def _stateful(scheduler: Stateful | None, scaler: Stateful | None) -> dict[str, Stateful]:
     """Return the given objects by the name of Accelerate's file for their state."""
     return {name: owner for name, owner in (("scheduler.bin", scheduler), ("scaler.pt", scaler)) if owner is not None}
-
-
-def _pair_text(estimated: float | None, measured: float | None, text: Callable[[Any], str]) -> str:
-    known = ((estimated, "estimated"), (measured, "measured"))
-    return ", ".join("not " + name if value is None else f"{text(value)} {name}" for value, name in known)

@@ -5,7 +5,7 @@ or refuses.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,7 +34,16 @@ _NOT_IN_FSDP2 = (
 )
 DECIDED = {
     **dict.fromkeys(("reshard_after_forward", "sharding_strategy"), "use OSDPConfig(strategy=...)"),
-    **dict.fromkeys(("auto_wrap_policy", "min_num_params", "ignored_modules"), "use OSDPConfig(block_classes=...)"),
+    **dict.fromkeys(
+        (
+            "auto_wrap_policy",
+            "transformer_layer_cls_to_wrap",
+            "transformer_cls_names_to_wrap",
+            "min_num_params",
+            "ignored_modules",
+        ),
+        "use OSDPConfig(block_classes=...)",
+    ),
     **dict.fromkeys(_NOT_IN_FSDP2, "leave it out, FSDP2 under a plan has no such option"),
 }
 """Options of FSDP that have no effect under a plan → what to use instead."""
@@ -46,8 +55,7 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
     freed.
 
     All other fields are those of `FullyShardedDataParallelPlugin` (`state_dict_type`, `activation_checkpointing`,
-    `cpu_offload`, `cpu_ram_efficient_loading`, `mixed_precision_policy`); `transformer_cls_names_to_wrap` counts as
-    `block_classes`.
+    `cpu_offload`, `cpu_ram_efficient_loading`, `mixed_precision_policy`).
 
     Raises:
         ValueError: a field was set that the plan decides, or that FSDP2 does not have.
@@ -57,11 +65,8 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
     """Options of the plan. Those not set here come from the file given to `accelerate launch`."""
 
     def __post_init__(self: Any) -> None:
-        refuse_decided({name: getattr(self, name) for name in DECIDED})
-        requested = with_block_classes(
-            self.osdp, self.transformer_cls_names_to_wrap, option="transformer_cls_names_to_wrap"
-        )
-        self.osdp = merged_config(requested, launch_request().options)
+        refuse_decided({name: getattr(self, name, None) for name in DECIDED})
+        self.osdp = merged_config(stated_options(self.osdp), launch_request().options)
         if self.fsdp_version not in (None, 2):
             raise ValueError(f"fsdp_version={self.fsdp_version} cannot run a plan; leave it out or use 2.")
         self.fsdp_version = 2
@@ -148,7 +153,7 @@ def precision_of(mixed_precision: str, policy: MixedPrecisionPolicy | None, *, s
 
 def refuse_decided(options: Mapping[str, Any]) -> None:
     """Refuse options, by their FSDP names, that would otherwise be ignored; wrapping by class is accepted, since
-    OSDP does it too.
+    OSDP does it too, but not the names of classes.
     """
     for name, remedy in DECIDED.items():
         value = options.get(name)
@@ -156,20 +161,3 @@ def refuse_decided(options: Mapping[str, Any]) -> None:
         by_default = name == "limit_all_gathers" and value is True
         if value is not None and not by_class and not by_default:
             raise ValueError(f"{name}={value!r} is decided by the plan; {remedy}.")
-
-
-def with_block_classes(
-    requested: OSDPConfig | Mapping[str, object] | None, names: str | Sequence[str] | None, *, option: str
-) -> dict[str, object]:
-    """Return the requested options with the class names of FSDP's `option` as `block_classes`; raise ValueError if
-    both are set.
-    """
-    stated = stated_options(requested)
-    if not names:
-        return stated
-    if stated.get("block_classes") is not None:
-        raise ValueError(
-            f"{option}={names!r} and block_classes={stated['block_classes']!r} were both given; use"
-            " OSDPConfig(block_classes=...) only."
-        )
-    return {**stated, "block_classes": names if isinstance(names, str) else tuple(names)}

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..distributed.mesh import world_size
 from ..preparation.plan_run import PlannedRun
-from ..sharding.apply import apply_plan, refuse_hooks, verify_applied
+from ..sharding.apply import apply_plan, refuse_hooks
 from ..sharding.environment import apply_tied, move_to_device
 from ..sharding.optimizer_steps import (
     parameter_names,
@@ -51,7 +51,6 @@ def shard_model(
         _load_from_rank_zero(model, weights, device)
     elif run.plan.world_size == 1:
         move_to_device(model, device)
-    verify_applied(model, run.plan, run.units)
     for optimizer in optimizers:
         rebind_parameters(optimizer, names, model)
 
@@ -62,7 +61,6 @@ def apply_plan_unsharded(model: nn.Module, run: PlannedRun, optimizers: Sequence
     """
     names = parameter_names(model)
     apply_plan(model, run.plan, run.units)
-    verify_applied(model, run.plan, run.units)
     for optimizer in optimizers:
         if run.plan.split.cuts_parameters:
             rebind_parameters(optimizer, names, model)

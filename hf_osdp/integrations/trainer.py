@@ -18,7 +18,6 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from ..checkpoint.writer import on_every_rank
 from ..distributed.said_once import say_uncaught_once
 from ..distributed.stop import StopSignal
-from ..measurement.step_meter import StepMeter
 from ..modeling.replaced import replaced
 from ..preparation.config import OSDPConfig
 from ..preparation.plan_run import PlannedRun
@@ -26,7 +25,7 @@ from ..sharding.between_steps import AcrossLayouts, mixing_explained
 from ..sharding.environment import hold_master_weights
 from ..sharding.state import free_gathered
 from .accelerator import OSDPAccelerator
-from .announce import announce_result, plan_and_announce
+from .announce import plan_and_announce
 from .block_forms import unwrapped
 from .plugin import OSDPPlugin
 from .subclasses import PlansWhenMade, check_order, with_full_weights
@@ -125,10 +124,9 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
             super()._move_model_to_device(self.model, args.device)
         if (factor := rule.factor(self._run.plan)) != 1:
             scale_loss(self, factor)
-        self._meter = StepMeter(args.device)
         self._stop = StopSignal()
         stopping = StopCallback(self._stop) if self._osdp.save_on_sigterm else None
-        self.callback_handler.call_event = _Events(self.callback_handler.call_event, self._meter, stopping)  # type: ignore[method-assign]
+        self.callback_handler.call_event = _Events(self.callback_handler.call_event, stopping)  # type: ignore[method-assign]
 
     def _validate_args(self) -> None:
         """Validate as the stock Trainer, but accept an optimizer under FSDP: it receives the shards of its
@@ -151,7 +149,6 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
             transformers.trainer, Accelerator=OSDPAccelerator
         ):  # the stock Trainer has no argument for the class
             super().create_accelerator_and_postprocess()
-        self.accelerator.measures_loop = False  # the callback below measures the steps
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """Build as the stock Trainer, with an `OSDPPlugin`."""
@@ -159,6 +156,7 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
         if self._osdp is not None:
             options["fsdp_plugin"] = OSDPPlugin(osdp=self._osdp.options(), **plugin_options(self.args))
             options["cpu"] = self.args.device.type == "cpu"
+            options["project_dir"] = self.args.output_dir  # for the report
         return options
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
@@ -209,7 +207,7 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
         return nullcontext() if self._osdp is None else mixing_explained(in_loss=True)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train as the stock Trainer; then print estimate and measurement, and write `osdp_report.json`.
+        """Train as the stock Trainer; print estimate and measurement of the first steps, and write `osdp_report.json`.
 
         A restart by `torchrun --max-restarts` or a SLURM requeue continues from the last complete checkpoint. SIGTERM
         on any rank saves a checkpoint and exits with code 143.
@@ -234,8 +232,8 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
         finally:
             self._stop.abandon()  # in case an error ended training
         self._finish_checkpoints()
-        if self._meter.steps:
-            announce_result(self._run, self._meter.summary(), self.args.output_dir if self._osdp.report else None)
+        if self.accelerator.loop_meter is not None:
+            self.accelerator.loop_meter.finish()  # reports a short training
         self._stop.exit()
         return output
 
@@ -271,24 +269,16 @@ def with_osdp(trainer_class: type[StockTrainer]) -> type[StockTrainer]:
 class _Events:
     """Call an event's callbacks so that their element-wise work on weights, such as averages, runs on shards of any
     layout; then our own callback, which is not in the handler's list.
-
-    Measure each optimizer step, without the callbacks, evaluations and checkpoints between steps.
     """
 
-    def __init__(self, call: Callable[..., Any], meter: StepMeter, stopping: StopCallback | None) -> None:
-        self._call, self._meter, self._stopping, self._in_step = call, meter, stopping, False
+    def __init__(self, call: Callable[..., Any], stopping: StopCallback | None) -> None:
+        self._call, self._stopping = call, stopping
 
     def __call__(
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        if event == "on_step_end" and self._in_step:
-            self._meter.step_ends()
-            self._in_step = False
         with AcrossLayouts(f"Work on weights in {event}"), mixing_explained(in_loss=False):
             control = self._call(event, args, state, control, **kwargs)
         if self._stopping is not None:
             getattr(self._stopping, event)(args, state, control, **kwargs)
-        if event == "on_step_begin":
-            self._meter.step_begins()
-            self._in_step = True
         return control

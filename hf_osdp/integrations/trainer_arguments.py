@@ -17,7 +17,7 @@ from ..preparation.config import OSDPConfig, merged_config, stated_options
 from ..reading import read_json
 from .block_forms import with_arguments
 from .launch import launch_request
-from .plugin import TAKEN, refuse_decided, with_block_classes
+from .plugin import TAKEN, refuse_decided
 
 _log = logging.getLogger(__name__)
 _ADDED_BY_TRANSFORMERS = ("min_num_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
@@ -62,8 +62,7 @@ def requested_config(
         **stated_options(None if osdp is True else osdp),
     }
     options = with_arguments(options, args)
-    classes = fsdp_config.get("transformer_layer_cls_to_wrap")
-    return merged_config(with_block_classes(options, classes, option="transformer_layer_cls_to_wrap"), request.options)
+    return merged_config(options, request.options)
 
 
 def _refuse_ignored(fsdp_config: Mapping[str, Any]) -> None:
@@ -80,7 +79,7 @@ def _refuse_ignored(fsdp_config: Mapping[str, Any]) -> None:
         if name not in _ADDED_BY_TRANSFORMERS or value not in (0, None)
     }
     refuse_decided(set_here)
-    known = ("osdp", "version", "transformer_layer_cls_to_wrap", "auto_wrap_policy", *TAKEN)
+    known = ("osdp", "version", "auto_wrap_policy", *TAKEN)
     for name, value in set_here.items():
         if name not in known and value is not None:
             raise ValueError(

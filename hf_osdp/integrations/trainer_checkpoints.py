@@ -263,17 +263,10 @@ class StopCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._stop.start()
-        self._stop.is_between_steps = True
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._stop.is_between_steps = False
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        self._stop.is_between_steps = True
         if self._stop.agreed():
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False  # the launcher kills after a few seconds

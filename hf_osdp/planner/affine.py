@@ -76,17 +76,8 @@ class Envelope:
     scratch: tuple[ScratchMoment, ...] = ()
     """Moments at which a kernel holds memory of its own."""
 
-    def __post_init__(self) -> None:
-        if not self.pieces:
-            raise ValueError("An Envelope needs at least one piece.")
-
     @classmethod
-    def linear(cls, *, constant: float = 0.0, per_sample: float = 0.0) -> Envelope:
-        """Return the peak of a single moment."""
-        return cls(pieces=(Affine(constant=constant, per_sample=per_sample),))
-
-    @classmethod
-    def above(cls, moments: Iterable[Affine], *, single: float | None = None) -> Envelope:
+    def above(cls, moments: Iterable[Affine]) -> Envelope:
         """Return the upper envelope of many moments for b >= 1; moments that are never the highest are left out."""
         hull: list[Affine] = []
         for moment in sorted(moments, key=lambda moment: (moment.per_sample, moment.constant)):
@@ -96,7 +87,7 @@ class Envelope:
             ):
                 hull.pop()
             hull.append(moment)
-        return cls(pieces=tuple(hull) or (Affine(),), single=single)
+        return cls(pieces=tuple(hull) or (Affine(),))
 
     def bytes(self, samples: int) -> int:
         """Return the peak as whole bytes, rounded up and never negative."""

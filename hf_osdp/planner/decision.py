@@ -6,7 +6,6 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from ..reading import problem_of_text
 from .description import GatherSpan, shown_name
 from .placement import Placed
 from .wire import Message as Message
@@ -78,8 +77,6 @@ class UnitDecision(UnitLayout):
     fqn: str
 
     def __post_init__(self) -> None:
-        if problem := problem_of_text(self.fqn):
-            raise ValueError(f"fqn={self.fqn[:40]!r} is not a module's name: it {problem}.")
         try:
             UnitLayout.__post_init__(self)
         except ValueError as error:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from ..errors import refuse_first
-from ..reading import problem_of_text
 from .affine import Affine, Envelope
 from .block_forms import BlockForms
 from .split import WHOLE_BLOCKS, ModelSplit
@@ -89,7 +88,6 @@ class Recomputation:
 
     def __post_init__(self) -> None:
         unsafe = next((call for call in self.saved_calls if call.startswith("_to_copy#") or "_#" in call), None)
-        problem = next(filter(None, map(problem_of_text, self.names)), None)
         different = len(set(self.saved_calls)) == len(self.saved_calls)
         refuse_first({
             f"budget={self.budget} of a recomputation must lie between 0 and 1, without saved_calls.":
@@ -98,7 +96,6 @@ class Recomputation:
             f"saved_calls={self.saved_calls!r} must be different calls of operators, such as 'addmm#0'.":
                 not (different and all(map(_CALL.fullmatch, self.saved_calls))),
             f"saved_calls has {unsafe!r}, but outputs of casts and in-place operators cannot be saved.": unsafe,
-            f"A name of a recomputation's saved calls {problem}.": problem,
         })  # fmt: skip
 
     def describe(self) -> str:

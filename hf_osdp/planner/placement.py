@@ -17,8 +17,6 @@ HOST_OPTIONS = (*STATE_OPTIONS, ACTIVATION_OPTION)
 """Options that put something on the host."""
 WITHOUT_FSDP: dict[str, Any] = {"host_offload": False}
 """Options with which one process needs no FSDP2."""
-NOT_IN_MODEL: dict[str, Any] = {"states_on_host": False}
-"""Decisions that a model does not show: an optimizer has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

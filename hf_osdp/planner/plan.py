@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PlanError
-from ..reading import parse_json, problem_of_text, read_bytes
+from ..reading import parse_json, read_bytes
 from .block_forms import FORM_FIELDS, BlockForms
 from .decision import Batch, UnitDecision, UnitLayout, communicators_of
 from .description import GatherSpan, ModelDescription
@@ -85,11 +85,6 @@ class Plan(BlockForms):
         for name in ("memory_limit_bytes", "peak_bytes", "step_s", "gap"):
             if not 0 <= (value := getattr(self, name) or 0) < float("inf"):
                 raise PlanError(f"The plan has {name}={value}; it must be finite and not negative.")
-        texts = [(name, getattr(self, name)) for name in ("strategy", "model_fingerprint", "model_name", "hardware")]
-        texts += [(name, text) for name in FORM_FIELDS for text in getattr(self, name)]
-        for name, text in texts:
-            if problem := problem_of_text(text):
-                raise PlanError(f"The plan has a {name} that {problem}; give it another.")
         if len(self.units) > _MOST_UNITS:
             raise PlanError(f"The plan has {len(self.units)} units; it must have at most {_MOST_UNITS}.")
         self._check_units()
@@ -229,20 +224,6 @@ class Plan(BlockForms):
             if unit.fqn == fqn:
                 return unit
         raise PlanError(f"The plan has no unit {fqn or '(root)'!r}; it has {_some(u.label for u in self.units)}.")
-
-    def diff(self, other: Plan) -> tuple[str, ...]:
-        """Return one line for each difference in how `other` runs; none if both plans run the same."""
-        names = ("world_size", "micro_batch_size", "accumulation_steps", "model_fingerprint", *FORM_FIELDS)
-        values = [(name, getattr(self, name), getattr(other, name)) for name in names]
-        lines = [f"{name}: {before} -> {after}" for name, before, after in values if before != after]
-        if self.split != other.split:
-            lines.append(f"split: {self.split.describe()} -> {other.split.describe()}")
-        mine, theirs = ({unit.label: unit.describe(plan.world_size) for unit in plan.units} for plan in (self, other))
-        pairs = [
-            (label, mine.get(label, "absent"), theirs.get(label, "absent"))
-            for label in dict.fromkeys([*mine, *theirs])
-        ]
-        return (*lines, *(f"{label}: {before} -> {after}" for label, before, after in pairs if before != after))
 
     def check(self, description: ModelDescription, world_size: int) -> None:
         """Check that the plan is for this model and world size.

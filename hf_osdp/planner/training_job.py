@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal, get_args
 
@@ -272,10 +272,6 @@ class TrainingJob(Decisions):
     """Bytes added to every moment: the error of an earlier plan's estimate, see `planner/cost/correction.py`."""
 
     def __post_init__(self) -> None:
-        for field in fields(Decisions):
-            value = getattr(self, field.name)
-            if field.type == "bool | None" and value is not None and not isinstance(value, bool):
-                raise ValueError(f"{field.name}={value!r} must be True, False, or None to leave it to the planner.")
         everything, states = STATE_OPTIONS
         refuse_first({
             f"{states}=True has no effect: {everything}=True moves all states to the host; leave one out.":

@@ -295,10 +295,11 @@ class Describer:
 
     def _of_one_sample(self, size: int) -> ModelDescription | None:
         """Describe a model that may not run more samples at once by one alone; None if the run has larger
-        micro-batches, or this fails too.
+        micro-batches, its inputs are not known, or this fails too.
         """
         config, usual = self._job.config, self._inputs
-        if config.micro_batch_size != 1 and config.global_batch_size != self._job.world_size:
+        of_more = config.micro_batch_size != 1 and config.global_batch_size != self._job.world_size
+        if of_more or (usual is None and not _has_usual_batch(self._model)):
             return None
         inputs = usual or UsualBatch(self._model, config.sequence_length or 1, config.images)
         self._inputs = lambda samples: inputs(1)

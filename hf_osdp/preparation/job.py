@@ -73,8 +73,6 @@ class Job:
     """Number of frozen parameters that the optimizer received."""
     folder: RunFolder | None = None
     """The run's output folder; None if unknown."""
-    estimates_given_plan: bool = True
-    """Describe the model and estimate a given plan; False uses the plan's own figures."""
     capability: tuple[int, int] | None = None
     """Compute capability of the device; None is that of this machine's GPU."""
 

@@ -15,17 +15,15 @@ from ..distributed.consensus import require_same_run
 from ..distributed.device import own_gpu
 from ..distributed.mesh import Meshes, find_topology, rank
 from ..distributed.said_once import say_while_planning
-from ..errors import OSDPError, PlanError, refuse_first
+from ..errors import PlanError, refuse_first
 from ..modeling.batch import check_inputs
-from ..modeling.build import without_checkpointing
 from ..modeling.quantized import pack
-from ..modeling.split.candidates import split_units
 from ..planner.description import ModelDescription, UnitDescription
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem
 from ..planner.search.compare import StrategyResult
-from ..planner.search.search import SearchResult, search
+from ..planner.search.search import SearchResult
 from ..planner.training_job import OptimizerSpec
 from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
@@ -34,9 +32,9 @@ from ..tracing.options import TRACED_MICRO_BATCH
 from ..tracing.pictures import UsualBatch
 from .block_forms import FormGain, find_form
 from .config import OSDPConfig
-from .find_plan import Describer, FoundPlan, plan_from_rank_zero
+from .find_plan import Describer, plan_from_rank_zero
 from .job import Job
-from .preflight import Finding, check_model, findings_of, looked_up, memory_now, merged_findings, slow_link
+from .preflight import Finding, check_model, device_memory, findings_of, memory_now, merged_findings
 from .probe import Trial, probe
 from .recalibrate import Round, estimated, recalibrate
 
@@ -51,18 +49,14 @@ class PlannedRun:
     """The plan, the same on every process."""
     units: tuple[UnitDescription, ...]
     """The model's units after the plan's split."""
-    inputs: PlanInputs | None = None
-    """The planner's inputs, on rank 0 corrected by the trials; None if a given plan runs without an estimate."""
+    inputs: PlanInputs
+    """The planner's inputs, on rank 0 corrected by the trials; without hardware for a given plan."""
     search: SearchResult | None = None
     """The plan's estimates; on rank 0 only, and None for a given plan."""
     comparison: tuple[StrategyResult, ...] | None = None
     """Other strategies at their own best batch sizes; on rank 0 only, and None unless requested."""
     planning_s: float = 0.0
     """Seconds for describing, measuring, searching and trying."""
-    open_step_s: float | None = None
-    """Estimated seconds of a step if the planner decided about recomputation; None if it does, or without an
-    estimate.
-    """
     gain: FormGain | None = None
     """Estimated gain of the blocks' other form, if requested; None if it was not or cannot be estimated."""
     rounds: tuple[Round, ...] = ()
@@ -77,15 +71,13 @@ class PlannedRun:
     @property
     def hardware(self) -> Hardware | None:
         """The hardware of the search; None for a given plan."""
-        return None if self.inputs is None else self.inputs.hardware
+        return self.inputs.hardware
 
     @property
     def problem(self) -> PlanningProblem | None:
         """The problem that the plan solves; None for a given plan."""
-        inputs, limit = self.inputs, self.plan.memory_limit_bytes
-        if inputs is None or inputs.hardware is None or limit is None:
-            return None
-        return inputs.problem(limit, self.plan.strategy)
+        limit = self.plan.memory_limit_bytes
+        return None if self.hardware is None or limit is None else self.inputs.problem(limit, self.plan.strategy)
 
 
 def plan_run(model: nn.Module, job: Job) -> PlannedRun:
@@ -136,27 +128,7 @@ def _searched(model: nn.Module, job: Job) -> PlannedRun:
     if rank() != 0:
         return run
     comparison = tuple(found.compared()) if config.compare else None
-    return replace(
-        run,
-        search=estimated(problem, plan),
-        comparison=comparison,
-        open_step_s=None if rounds else _open_step_s(found),
-    )
-
-
-def _open_step_s(found: FoundPlan) -> float | None:
-    """Return the estimated seconds of a step if the planner decided what is recomputed; None if it does, or without
-    an estimate.
-    """
-    job = found.builder.job
-    if not (job.trains and found.problem.description.recomputed_by_others):
-        return None
-    try:
-        with without_checkpointing(found.builder.model):
-            builder = found.builder.for_job(replace(job.asking(recompute=None), activation_checkpointing=False))
-            return search(replace(builder.build(), memory_limit_bytes=found.problem.memory_limit_bytes)).time.step_s
-    except (OSDPError, ValueError):  # the estimate is only advice
-        return None
+    return replace(run, search=estimated(problem, plan), comparison=comparison)
 
 
 def _trial(model: nn.Module, job: Job, problem: PlanningProblem) -> Trial:
@@ -186,30 +158,23 @@ def _given(model: nn.Module, job: Job) -> PlannedRun:
             " off, or plan again."
         )
     check_communication(plan, config)
-    inputs = peak_bytes = None
-    if job.estimates_given_plan:
-        if uses_host(plan):
-            job = job.under_fsdp
-        as_planned = job.asking(plan=None, compile=bool(plan.changed_blocks))
-        size = plan.micro_batch_size if plan.changed_blocks else TRACED_MICRO_BATCH
-        description = Describer(model, as_planned).describe(plan.split, size)
-        plan.check(description, job.world_size)
-        check_whole(plan, description, job.optimizer)
-        inputs = PlanInputs(description=description, job=job.training(), hardware=None)
-        if config.memory_limit is not None:
-            peak_bytes = inputs.estimate(plan).memory.peak_bytes
-    check_given_plan(plan, config, peak_bytes)
+    if uses_host(plan):
+        job = job.under_fsdp
+    sizes = {"global_batch_size": plan.global_batch_size, "sequence_length": plan.sequence_length}
+    job = job.asking(**{name: getattr(config, name) or size for name, size in sizes.items()})
+    as_planned = job.asking(plan=None, compile=bool(plan.changed_blocks))
+    size = plan.micro_batch_size if plan.changed_blocks else TRACED_MICRO_BATCH
+    description = Describer(model, as_planned).describe(plan.split, size)
+    plan.check(description, job.world_size)
+    check_whole(plan, description, job.optimizer)
+    inputs = PlanInputs(description=description, job=job.training(), hardware=None)
+    check_given_plan(plan, config, inputs.estimate(plan).memory.peak_bytes)
     here = find_topology().ranks_per_node
     if plan.devices_per_node not in (None, here) and rank() == 0:
         _log.warning(
             "The plan was made for %d devices per node, but this run has %d; plan again.", plan.devices_per_node, here
         )
-    if inputs is not None:
-        return PlannedRun(plan=plan, units=inputs.description.units, inputs=inputs)
-    low_precision = job.precision.compute is not None
-    return PlannedRun(
-        plan=plan, units=split_units(model, plan.split, config.block_classes, low_precision=low_precision)
-    )
+    return PlannedRun(plan=plan, units=description.units, inputs=inputs)
 
 
 def check_whole(plan: Plan, description: ModelDescription, optimizer: OptimizerSpec) -> None:
@@ -239,12 +204,9 @@ def check_communication(plan: Plan, config: OSDPConfig) -> None:
         )
 
 
-def check_given_plan(plan: Plan, config: OSDPConfig, peak_bytes: int | None = None) -> None:
-    """Raise PlanError if a plan contradicts the configuration or does not fit; `peak_bytes=None` uses the peak that
-    the plan states.
-    """
+def check_given_plan(plan: Plan, config: OSDPConfig, peak_bytes: int) -> None:
+    """Raise PlanError if a plan contradicts the configuration, or its peak is more than the limit."""
     reduces, limit = config.reduce_every_micro_step, config.memory_limit_bytes
-    peak = plan.peak_bytes if peak_bytes is None else peak_bytes
     refused = {
         f"The plan takes {plan.global_batch_size} samples a step, but {config.global_batch_size} are asked for.":
             config.global_batch_size not in (None, plan.global_batch_size),
@@ -254,29 +216,18 @@ def check_given_plan(plan: Plan, config: OSDPConfig, peak_bytes: int | None = No
             reduces is not None and any(unit.reduce_every_micro_step is not reduces for unit in plan.units),
         f"The plan is for {plan.sequence_length} tokens a sample, but samples have {config.sequence_length}.":
             (config.sequence_length or 0) > plan.sequence_length,
-        f"The plan needs {format_bytes(peak or 0)}, more than memory_limit={format_bytes(limit or 0)}.":
-            limit is not None and (peak or 0) > limit,
+        f"The plan needs {format_bytes(peak_bytes)}, more than memory_limit={format_bytes(limit or 0)}.":
+            limit is not None and peak_bytes > limit,
     }  # fmt: skip
     refuse_first({f"{text} Plan again, or change the arguments.": holds for text, holds in refused.items()}, PlanError)
-    if limit is not None and peak is None:
-        raise PlanError(
-            f"The plan states no peak to compare with memory_limit={format_bytes(limit)}. Plan again, or leave"
-            " memory_limit out."
-        )
 
 
 def _findings(run: PlannedRun, job: Job, model: nn.Module) -> tuple[Finding, ...]:
     """Return the findings of all ranks; raise PreflightError if one is an error. Collective."""
     plan, hardware = run.plan, run.hardware
-    here, found = looked_up(job.device_type, hardware, model), []
-    classes = None if plan.split.operators else tuple(dict.fromkeys(unit.class_name for unit in run.units))
-    if run.inputs is not None:
-        classes = run.inputs.description.block_classes
-        if hardware is not None and plan.peak_bytes is not None:
-            needed_bytes = plan.peak_bytes - hardware.outside_bytes(plan.communicators)
-        else:
-            needed_bytes = run.inputs.estimate(plan).memory.peak_bytes
-        found.append(memory_now(here.memory, needed_bytes, plan.communicators))
-    if run.search is not None and job.config.strategy != "osdp":  # else no other is faster
-        found.append(slow_link(plan, hardware, run.search.time, run.comparison or ()))
-    return merged_findings([*findings_of(job, run.units, classes, hardware, here), *found])
+    if hardware is not None and plan.peak_bytes is not None:
+        needed_bytes = plan.peak_bytes - hardware.outside_bytes(plan.communicators)
+    else:
+        needed_bytes = run.inputs.estimate(plan).memory.peak_bytes
+    found = memory_now(device_memory(job.device_type, model), needed_bytes, plan.communicators)
+    return merged_findings([*findings_of(job, run.units, run.inputs.description.block_classes, hardware), found])

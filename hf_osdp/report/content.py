@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import platform
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +15,13 @@ from ..planner.hardware import Hardware
 from ..planner.plan import Plan
 from ..planner.search.compare import StrategyResult
 from ..planner.search.search import SearchResult
+from ..versions import package_versions
 from .explain import Alternative, Explanation
 from .plan_file import PlanInputs, write_json
 from .tables import Answer, PlanRow, layouts_text, plan_rows
 
 REPORT_FILE = "osdp_report.json"
 Content = dict[str, Any]
-_PACKAGES = ("hf_osdp", "torch", "accelerate", "transformers")
 _TIME_TERMS = ("compute_s", "communication_s", "exposed_s", "copy_s", "optimizer_s")
 _OUTCOME = ("peak_bytes", "step_s", "samples_per_s")
 _BATCH = ("world_size", "micro_batch_size", "accumulation_steps", "global_batch_size", "sequence_length")
@@ -74,17 +71,6 @@ def write_report(content: Content, output_dir: str | Path) -> Path:
     path = Path(output_dir) / REPORT_FILE
     write_json(content, path)
     return path
-
-
-def package_versions() -> dict[str, str]:
-    """Return the versions of Python, the system and the packages on which estimates depend."""
-    found = {"python": sys.version.split()[0], "system": f"{platform.system()} {platform.machine()}"}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
 
 
 def _hardware(hardware: Hardware) -> Content:

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import chain
 
 from ..errors import InfeasibleError
 from ..planner.cost.evaluate import PlanEstimate
 from ..planner.cost.memory import estimate_memory
-from ..planner.cost.timing import ACTIVATIONS, TimeEstimate, UnitTimer
+from ..planner.cost.timing import ACTIVATIONS, UnitTimer
 from ..planner.decision import UnitLayout
 from ..planner.description import ModelDescription
 from ..planner.hardware import Hardware
@@ -138,22 +137,15 @@ def explain(plan: Plan, inputs: PlanInputs) -> Explanation:
 def stream_times(
     plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware
 ) -> tuple[StreamTime, ...]:
-    """Return seconds of a step by kind of work; a unit's exposed time is divided among its collectives in
-    proportion to their time.
-    """
-    layouts = plan.layouts(description)
-    timer = UnitTimer(description, hardware, job, plan.batch)
-    totals = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce", ACTIVATIONS), (0.0, 0.0))
-    for times, hidden_s, seconds in chain.from_iterable(map(timer.overlaps, range(len(layouts)), layouts)):
-        whole_s = sum(seconds.values())
-        share = max(0.0, whole_s - hidden_s) / whole_s if whole_s else 0.0
-        for stream, own_s in seconds.items():
+    """Return seconds of a step by kind of work; collectives in two stages count as those in one."""
+    layouts, timer = plan.layouts(description), UnitTimer(description, hardware, job, plan.batch)
+    totals = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce"), (0.0, 0.0))
+    for stream, (more_s, more_exposed_s) in timer.streams(layouts).items():
+        if more_s or stream != ACTIVATIONS:
             name = str.removeprefix(stream, "two_stage_").replace("_", "-")
-            total_s, exposed_s = totals[name]
-            totals[name] = total_s + times * own_s, exposed_s + times * own_s * share
-    if not totals[ACTIVATIONS][0]:
-        del totals[ACTIVATIONS]
-    time = TimeEstimate(units=tuple(map(timer, range(len(layouts)), layouts)))
+            total_s, exposed_s = totals.get(name, (0.0, 0.0))
+            totals[name] = total_s + more_s, exposed_s + more_exposed_s
+    time = timer.estimate(layouts)
     compute, copies, optimizer = (time.total(term) for term in ("compute_s", "copy_s", "optimizer_s"))
     named = {"compute": (compute, compute), **totals, "copies": (copies, copies), "optimizer": (optimizer, optimizer)}
     return tuple(StreamTime(name=name, total_s=total, exposed_s=exposed) for name, (total, exposed) in named.items())

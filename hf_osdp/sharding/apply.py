@@ -1,38 +1,36 @@
-"""Apply a plan to a model (the only caller of `fully_shard`), read the resulting layout back, and compare it with
-the plan.
-"""
+"""Apply a plan to a model; the only caller of `fully_shard`."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from graphlib import TopologicalSorter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from ..distributed.collectives import Stages, plain_transport, unit_collectives
+from ..distributed.collectives import plain_transport, unit_collectives
 from ..distributed.consensus import require_same
-from ..distributed.fsdp_internals import AllGather, ReduceScatter, UnitGroup, owners, parameter_groups
+from ..distributed.fsdp_internals import parameter_groups
 from ..distributed.mesh import SHARD_AXIS, Meshes, collective_device, world_size
-from ..distributed.wire import encode_replicas, transports, wires_of
+from ..distributed.wire import encode_replicas, transports
 from ..errors import OSDPError, PlanError, PlanMismatchError
-from ..modeling.activations import activations_of, change_forward
+from ..modeling.activations import change_forward
 from ..modeling.quantized import pack, view_in
 from ..modeling.split.apply import apply_split
 from ..modeling.units import modules_by_name, named_parameters
 from ..modeling.wrapping import has_running_statistics
 from ..planner.decision import UnitDecision
 from ..planner.description import DType, GatherSpan, ModelDescription, UnitDescription, shard_dim
-from ..planner.placement import NOT_IN_MODEL, Activations
+from ..planner.placement import Activations
 from ..planner.plan import Plan
 from ..tracing.block_forms import change_blocks
 from .environment import form_process_group, uses_host
 from .gradients import clip_across_meshes
-from .host import memory_of, place_of
+from .host import memory_of
 from .sharded_class import keep_class, mark_managed, save_whole
 from .state import broadcast_parameters
 from .weight_reads import WeightReads
@@ -70,7 +68,7 @@ def apply_plan(
             if all of them are known to be equal.
 
     Raises:
-        PlanError: the plan is for another model or world size, or a unit names a module that the model lacks.
+        PlanError: the plan is for another model or world size.
         PlanMismatchError: ranks have different plans, models or devices; raised on every rank, before the model
             changes.
         OSDPError: the model is sharded already.
@@ -149,6 +147,7 @@ def _shard_units(
             ignored_params=ignored,
         )
         _set_collectives(unit.modules[0], unit.decision, meshes)
+        _check_groups(unit)
     if not isinstance(model, FSDPModule):
         # Without a common root, each unit would be a root: no prefetch, no common streams.
         root_mesh = meshes.mesh(meshes.world_size)
@@ -159,6 +158,17 @@ def _shard_units(
         else:
             save_whole(module)
     mark_managed(model)
+
+
+def _check_groups(unit: _Unit) -> None:
+    """Check that FSDP2 has one group for the unit's parameters, over the planned number of ranks."""
+    managed = any(parameter.shape and parameter.numel for parameter in unit.description.parameters)
+    planned, found = unit.decision.shard_size, [group.ranks for group in parameter_groups(unit.modules[0])]
+    if found != [planned] * managed:
+        raise PlanMismatchError(
+            f"Unit {unit.description.label!r} has FSDP2 groups over {found} ranks, but the plan shards it over"
+            f" {planned}; apply the plan to a fresh model."
+        )
 
 
 def _set_collectives(module: nn.Module, decision: UnitDecision, meshes: Meshes) -> None:
@@ -219,10 +229,6 @@ def _find_units(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]
             )
     for unit in units:
         activations = plan.decision(unit.fqn).activations
-        if absent := [name for name in unit.module_names if name not in by_name]:
-            raise PlanError(
-                f"Unit {unit.label!r} names module {absent[0]!r}, which the model does not have; find its units again."
-            )
         if activations != Activations.SAVE and (unit.span is not GatherSpan.USE or len(unit.module_names) > 1):
             raise PlanError(
                 f"Unit {unit.label!r} is not a block, but the plan says {activations.describe()[0]}; plan again."
@@ -249,108 +255,3 @@ def _as_description(model: nn.Module, units: tuple[UnitDescription, ...]) -> Mod
 
 def _changes_dtypes(mp_policy: MixedPrecisionPolicy | None) -> bool:
     return mp_policy is not None and any((mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype))
-
-
-def verify_applied(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> None:
-    """Raise PlanMismatchError, which names the first unit that differs, if the model's layout is not the plan's."""
-    modules = modules_by_name(model)
-    different = [
-        (unit, planned, found)
-        for unit, found in zip(units, read_back(model, units), strict=True)
-        if _managed_names(unit)
-        and found != (planned := _visible(effective(plan.decision(unit.fqn), unit), modules[unit.module_names[0]]))
-    ]
-    if different:
-        unit, planned, found = different[0]
-        raise PlanMismatchError(
-            f"Unit {unit.label!r} runs as {found.describe(plan.world_size)!r}, but the plan says"
-            f" {planned.describe(plan.world_size)!r} ({len(different)} of {len(units)} units differ);"
-            " apply the plan to a fresh model and do not change its layout afterwards."
-        )
-
-
-def read_back(model: nn.Module, units: tuple[UnitDescription, ...]) -> tuple[UnitDecision, ...]:
-    """Return how FSDP2 really runs each unit of a model after `apply_plan`.
-
-    A unit without parameters has no layout; it is reported as sharded over all ranks and kept, like a plain unit in a
-    single process.
-    """
-    modules = modules_by_name(model)
-    names: dict[int, str] = {}
-    named: dict[tuple[int, str], str] = {}
-    """(`id` of the owning module, attribute) → the parameter's first name."""
-    for name, module in modules.items():
-        module = getattr(module, "_checkpoint_wrapped_module", module)
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None:
-                named[id(module), leaf] = names.setdefault(id(parameter), f"{name}.{leaf}".lstrip("."))
-    return tuple(_read_unit(unit, modules[unit.module_names[0]], named) for unit in units)
-
-
-def _read_unit(unit: UnitDescription, module: nn.Module, named: dict[tuple[int, str], str]) -> UnitDecision:
-    world, expected, groups = world_size(), _managed_names(unit), parameter_groups(module)
-    if not expected:
-        return UnitDecision(fqn=unit.fqn, shard_size=world, reshard_after_forward=False)
-    activations = activations_of(module)
-    if world == 1 and not groups:  # plain parameters, see `apply_plan`
-        return UnitDecision(fqn=unit.fqn, shard_size=1, reshard_after_forward=False, activations=activations)
-    if len(groups) != 1:
-        raise PlanMismatchError(
-            f"Unit {unit.label!r} has {len(groups)} FSDP2 parameter groups instead of one; apply the plan to it."
-        )
-    group, mesh = groups[0], groups[0].mesh_info.mesh
-    held = {named.get((id(module), leaf), "") for module, leaf in (owners(p)[0] for p in group.fsdp_params)}
-    if odd := sorted(held ^ expected):
-        raise PlanMismatchError(
-            f"Unit {unit.label!r} should hold {len(expected)} parameters but holds {len(held)}; the first difference"
-            f" is {odd[0]!r}."
-        )
-    if mesh.size() != world:
-        raise PlanMismatchError(f"Unit {unit.label!r} uses a mesh of {mesh.size()} ranks, but {world} are running.")
-    return UnitDecision(
-        fqn=unit.fqn,
-        shard_size=group.ranks,
-        reshard_after_forward=group.post_forward_mesh_info is not None,
-        **_read_collectives(group),
-        activations=activations,
-        **place_of(group)._asdict(),
-    )
-
-
-def _visible(planned: UnitDecision, module: nn.Module) -> UnitDecision:
-    """Return the part of a decision that `read_back` can see: nothing about micro-steps, the optimizer, or freeing
-    a plain unit.
-    """
-    shown = replace(planned, reduce_every_micro_step=True, **NOT_IN_MODEL)
-    plain = world_size() == 1 and not planned.away and not parameter_groups(module)
-    return replace(shown, reshard_after_forward=False) if plain else shown
-
-
-def _managed_names(unit: UnitDescription) -> set[str]:
-    """Return the names of the parameters that FSDP2 manages; it ignores those without dimensions or elements, which
-    are replicated.
-    """
-    return {parameter.name for parameter in unit.parameters if parameter.shape and parameter.numel}
-
-
-def _read_collectives(group: UnitGroup) -> dict[str, Any]:
-    """Return the ranks per node of a parameter group's two-stage collectives (1 if in one stage), and its formats."""
-    mesh, sent = group.mesh_info.mesh, wires_of(group)
-    shards, (gather, scatter) = mesh.get_group(mesh.ndim - 1), group.collectives
-    stages = getattr(gather, "stages", None)
-    plain = plain_transport(shards, mesh.device_type)
-    planned = unit_collectives(shards, mesh.device_type, stages, *transports(sent, plain))
-    reaches_all = stages is None or shards.size() == stages.between.size() * stages.within.size()
-    if shards.size() > 1 and not (
-        reaches_all and (_kind(gather), _kind(scatter)) == (_kind(planned[0]), _kind(planned[1]))
-    ):
-        raise PlanMismatchError(
-            f"A unit gathers with {type(gather).__name__} and reduces with {type(scatter).__name__}, which no plan"
-            " uses;"
-            " apply the plan to a fresh model and do not change its collectives afterwards."
-        )
-    return {"stage_size": 1 if stages is None else stages.within.size(), **asdict(sent)}
-
-
-def _kind(collective: AllGather | ReduceScatter) -> tuple[type, Stages | None]:
-    return type(collective), getattr(collective, "stages", None)

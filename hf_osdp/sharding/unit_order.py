@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,24 +25,32 @@ import torch.distributed as dist
 from torch import nn
 
 from ..distributed.fsdp_internals import FSDPParam, TrainingState, UnitGroup, parameter_groups, whole_parameter
-from .unit_agreement import Agreement, Kind
-from .unit_sequences import GATHER, REDUCE, REDUCE_REST, Expected, merged, operation, unit_of
+from ..distributed.process_group import all_gather_objects
+from ..modeling.replaced import setting
+from .unit_agreement import (
+    GATHER,
+    REDUCE,
+    REDUCE_REST,
+    Expected,
+    Kind,
+    merged,
+    operation,
+    start_most,
+    start_to_tell,
+    turn_of,
+    unit_of,
+)
 
 _LATER = 2
 """Calls of the model since the last backward, above which they are of one kind."""
 _generates = ContextVar("generates", default=False)
 
 
-@contextmanager
-def generating() -> Iterator[None]:
+def generating() -> AbstractContextManager[None]:
     """Let calls of a model's parts belong to its next whole call: `generate` encodes pictures first, on ranks that
     have any.
     """
-    token = _generates.set(True)
-    try:
-        yield
-    finally:
-        _generates.reset(token)
+    return setting(_generates, True)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,8 +75,7 @@ class UnitOrder:
 
     def __init__(self, root: nn.Module, groups: Sequence[UnitGroup], host: dist.ProcessGroup) -> None:
         """Watch the calls of a sharded model; ranks agree over `host`, a gloo group of all of them."""
-        self._agreement = Agreement(host, [group.label for group in groups])
-        self._groups = groups
+        self._host, self._groups = host, groups
         self._numbers = {group: number for number, group in enumerate(groups)}
         self._gathers = any(group.ranks > 1 for group in groups)
         self._expected: dict[Kind, Expected] = {}
@@ -168,7 +175,9 @@ class UnitOrder:
 
     def _begin(self, kind: Kind) -> None:
         self._phase = _Phase(
-            kind=kind, expected=self._expected.setdefault(kind, Expected()), start=self._agreement.start(kind, None)
+            kind=kind,
+            expected=self._expected.setdefault(kind, Expected()),
+            start=start_to_tell(self._host, kind, None),
         )
 
     def _finish(self) -> bool:
@@ -179,11 +188,11 @@ class UnitOrder:
         has_zeros = self._agree(None)
         self._phase = None
         if phase.is_longer:
-            sequences = self._agreement.gathered(phase.needed)
+            sequences = all_gather_objects(phase.needed, self._host)
             self._expected[phase.kind] = Expected(merged([*sequences, phase.expected.sequence]))
         elif phase.expected.is_due():
             seen = torch.tensor(phase.expected.seen, dtype=torch.uint8)
-            self._agreement.most(seen)
+            start_most(seen, self._host).wait()
             phase.expected.keep(seen.tolist())
         return has_zeros
 
@@ -235,8 +244,8 @@ class UnitOrder:
         kind = self._phase.kind if self._phase else Kind()
         self._check_start(waits=True)
         while True:
-            turn, has_zeros = self._agreement.result(
-                *self._agreement.start(kind, need, has_zeros=bool(self._zeros)), need
+            turn, has_zeros = turn_of(
+                *start_to_tell(self._host, kind, need, has_zeros=bool(self._zeros)), self._label(need)
             )
             if self._phase is not None and turn is not None:
                 self._phase.is_longer = True
@@ -251,7 +260,11 @@ class UnitOrder:
         phase = self._phase
         if phase is not None and phase.start is not None and (waits or phase.start[1].is_completed()):
             start, phase.start = phase.start, None
-            self._agreement.result(*start, phase.needed[-1] if phase.needed else None)
+            turn_of(*start, self._label(phase.needed[-1] if phase.needed else None))
+
+    def _label(self, need: int | None) -> str | None:
+        """Return the label of the unit of a collective, if there is one."""
+        return None if need is None else self._groups[unit_of(need)].label
 
     def _take_part(self, need: int) -> None:
         """Issue a collective that other ranks need, and this rank does not, or not yet."""
@@ -316,7 +329,7 @@ class UnitOrder:
         if has_zeros:
             ordered = [parameter for group in self._groups for parameter in group.fsdp_params]
             flags = torch.tensor([parameter in self._touched for parameter in ordered], dtype=torch.uint8)
-            self._agreement.most(flags)
+            start_most(flags, self._host).wait()
             used = {parameter for parameter, flag in zip(ordered, flags.tolist(), strict=True) if flag}
             for parameter in self._zeros - used:
                 parameter.sharded_param.grad = None

@@ -27,6 +27,7 @@ TRAINED_ELSEWHERE = {
     "TRL: SFT, untied head",
     "Saving and using the model: model.save_pretrained", "Trainer: options: accelerator_config: num_steps=2",
     "Trainer: options: accelerator_config: split_batches", "Trainer: options: auto_find_batch_size",
+    "Trainer: optimizers and schedules: optim=adagrad",
 }  # fmt: skip
 """Other tests train with these every day."""
 DAILY = {row.label for row in ROWS.values() if row.daily} - TRAINED_ELSEWHERE

@@ -18,7 +18,7 @@ from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.training_job import Precision
-from hf_osdp.sharding.apply import apply_plan, verify_applied
+from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.environment import move_to_device, mp_policy
 from hf_osdp.sharding.gradients import clip_grad_norm_
 from hf_osdp.sharding.host import host_parameters
@@ -29,6 +29,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import _is_block, plan_of
 from tests.helpers.low_bit import WIDTH, gpt2
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+from tests.helpers.read_back import verify_applied
 from tests.helpers.training import Trained
 
 # Else the question whether there is a device, asked before ranks are forked, forbids them to use one.

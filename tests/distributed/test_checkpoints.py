@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from hf_osdp.checkpoint.resume import checkpoint_to_resume, last_checkpoint
-from hf_osdp.checkpoint.states import load_loop, save_loop
+from hf_osdp.checkpoint.states import load_loop
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import CheckpointError
 from hf_osdp.modeling.units import find_units
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.state import full_state_dict
-from tests.helpers.checkpointed import Leg, folders, run_leg, trained_step, uninterrupted, worst
+from tests.helpers.checkpointed import Leg, folders, run_leg, save_loop, trained_step, uninterrupted, worst
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_model

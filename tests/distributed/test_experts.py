@@ -14,19 +14,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 import hf_osdp
-from hf_osdp.checkpoint.states import load_loop, save_loop
+from hf_osdp.checkpoint.states import load_loop
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
-from hf_osdp.sharding.apply import apply_plan, verify_applied
+from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.gradients import total_norm
 from hf_osdp.sharding.host import host_parameters
 from hf_osdp.sharding.optimizer_steps import step_by_device
 from tests.helpers.architectures import batch_of, loss_of, tiny_architecture
-from tests.helpers.checkpointed import worst
+from tests.helpers.checkpointed import save_loop, worst
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
+from tests.helpers.read_back import verify_applied
 from tests.helpers.training import Trained, train_sharded, train_whole
 
 KIND, LAYERS, WORLD = "MixtralForCausalLM", 5, 4

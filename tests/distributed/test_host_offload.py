@@ -17,7 +17,7 @@ from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import PlanMismatchError
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
-from hf_osdp.sharding.apply import apply_plan, read_back, verify_applied
+from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.host import host_parameters
 from hf_osdp.sharding.optimizer_steps import parameter_names, rebind_parameters, step_by_device
 from hf_osdp.sharding.state import (
@@ -29,6 +29,7 @@ from hf_osdp.sharding.state import (
 from tests.helpers.checkpointed import worst
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+from tests.helpers.read_back import read_back, verify_applied
 from tests.helpers.training import assert_trained_alike, train_alone, train_sharded
 
 STEPS, HALVING = 3, 0.5

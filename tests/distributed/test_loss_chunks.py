@@ -18,9 +18,10 @@ from hf_osdp.modeling.split.loss_chunks import chunk_loss
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.split import ModelSplit
 from hf_osdp.preparation.config import OSDPConfig
-from hf_osdp.sharding.apply import apply_plan, verify_applied
+from hf_osdp.sharding.apply import apply_plan
 from tests.helpers.layouts import mixed_plan, plan_of
 from tests.helpers.models import SEQUENCE_LENGTH, tiny_batch, tiny_model
+from tests.helpers.read_back import verify_applied
 from tests.helpers.training import assert_trained_alike, train_sharded, train_whole
 
 WORLD, LAYERS = 2, 2

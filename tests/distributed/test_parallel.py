@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from hf_osdp.errors import OSDPError, PlanError
+from hf_osdp.errors import DescriptionError, OSDPError, PlanError
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.presets import preset
@@ -154,10 +154,21 @@ def test_parallel_without_torchrun_runs_alone_and_forms_no_group(tmp_path):
     assert (tmp_path / "model.safetensors").exists()
 
 
+class Summed(torch.nn.Sequential):
+    """Not from transformers."""
+
+    def forward(self, features: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": super().forward(features).sum()}
+
+
 def test_model_that_cannot_be_saved_says_what_to_do():
-    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(2)))
-    parallel = OptimalShardedDataParallel(model, OSDPConfig(plan=plan_of(find_units(model), 1, "replicate")))
+    model = Summed(*(torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(2)))
+    plan = plan_of(find_units(model), 1, "replicate")
+    with pytest.raises(DescriptionError, match="pass inputs"):
+        OptimalShardedDataParallel(model, OSDPConfig(plan=plan))
+    run = {"inputs": lambda samples: {"features": torch.zeros(samples, 2)}}
+    parallel = OptimalShardedDataParallel(model, OSDPConfig(plan=plan, **run))
     with pytest.raises(ValueError, match="full_state_dict"):
         parallel.save_pretrained("nowhere")
     with pytest.raises(OSDPError):
-        OptimalShardedDataParallel(model, OSDPConfig(plan=plan_of(find_units(model), 2, "zero3")))
+        OptimalShardedDataParallel(model, OSDPConfig(plan=plan_of(find_units(model), 2, "zero3"), **run))

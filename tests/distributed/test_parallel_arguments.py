@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -38,12 +39,11 @@ def planned(model: nn.Module | None = None, optimizer: Any = None, **options: An
 
 
 def given(optimizer: Any = None, **options: Any) -> OptimalShardedDataParallel:
-    """A plan for 1 sample of 12 tokens at once, 2 a step, with a peak of 1 MiB."""
+    """A plan for 1 sample of 12 tokens at once, 2 a step."""
     model = tiny_model("gpt2")
     plan = replace(
         plan_of(find_units(model), 1, "replicate", accumulation_steps=2),
         sequence_length=SEQUENCE_LENGTH,
-        peak_bytes=2**20,
     )
     return OptimalShardedDataParallel(model, OSDPConfig(plan=plan, **options), optimizer=optimizer)
 
@@ -58,24 +58,25 @@ def refusal(error: type[Exception], make, **arguments: Any) -> str:
 # ---- a given plan
 
 
-def test_plan_takes_no_arguments_of_planning_and_is_held_against_those_of_the_run():
+def test_given_plan_is_described_and_held_against_the_run():
     """The lines of those that `OSDPConfig` refuses, and of other batches and limits, are on docs/bad_inputs.md."""
-    for arguments in ({"optimizer": OptimizerSpec()}, {"inputs": lambda samples: {}}, {"recompute": False}):
-        assert f"so {next(iter(arguments))}" in refusal(ValueError, given, **arguments)
+    assert "so recompute=False" in refusal(ValueError, given, recompute=False)
+    too_low = refusal(PlanError, given, memory_limit=2**16)
+    assert re.search(r"The plan needs .*iB, more than memory_limit=64\.0 KiB", too_low)
     assert "runs 1 samples at once, but batches hold 2. Plan again" in refusal(PlanError, given, micro_batch_size=2)
-    given(memory_limit="1MiB", global_batch_size=2, micro_batch_size=1, sequence_length=SEQUENCE_LENGTH - 1)
+    given(memory_limit="1GiB", global_batch_size=2, micro_batch_size=1, sequence_length=SEQUENCE_LENGTH - 1)
 
 
 def test_reducing_otherwise_than_the_plan_is_refused():
     plan = plan_of(find_units(tiny_model("gpt2")), 1, "replicate")
-    check_given_plan(plan, OSDPConfig(reduce_every_micro_step=True))
+    check_given_plan(plan, OSDPConfig(reduce_every_micro_step=True), 0)
     with pytest.raises(PlanError, match="units with reduce_every_micro_step=True"):
-        check_given_plan(plan, OSDPConfig(reduce_every_micro_step=False))
+        check_given_plan(plan, OSDPConfig(reduce_every_micro_step=False), 0)
     mixed = plan_of(find_units(tiny_model("gpt2")), 1, "replicate", accumulation_steps=2, reduce_every_micro_step=None)
-    check_given_plan(mixed, OSDPConfig())
+    check_given_plan(mixed, OSDPConfig(), 0)
     for every in (True, False):
         with pytest.raises(PlanError, match=f"units with reduce_every_micro_step={not every}"):
-            check_given_plan(mixed, OSDPConfig(reduce_every_micro_step=every))
+            check_given_plan(mixed, OSDPConfig(reduce_every_micro_step=every), 0)
 
 
 # ---- planning

@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_osdp.sharding.apply import apply_plan, verify_applied
+from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.tracing.describe import describe
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import SEQUENCE_LENGTH, tiny_model
 from tests.helpers.quantized import adapted, in_4_bits
+from tests.helpers.read_back import verify_applied
 from tests.helpers.training import train_sharded, train_whole
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed; pip install 'hf_osdp[bnb]'")

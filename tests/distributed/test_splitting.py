@@ -25,7 +25,7 @@ from hf_osdp.modeling.split.operators import split_operators
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.split import OperatorSplit
-from hf_osdp.sharding.apply import apply_plan, verify_applied
+from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.optimizer_steps import parameter_names, rebind_parameters
 from hf_osdp.sharding.state import (
     full_optimizer_state_dict,
@@ -36,6 +36,7 @@ from hf_osdp.sharding.state import (
 from tests.helpers.checkpointed import worst
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_model
+from tests.helpers.read_back import verify_applied
 from tests.helpers.training import Trained, assert_trained_alike, train_sharded, train_whole, wrap_blocks
 
 STEPS, LAYERS, WORLD = 3, 2, 2

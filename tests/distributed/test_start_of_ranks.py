@@ -14,11 +14,12 @@ import torch.distributed as dist
 
 from hf_osdp.distributed import process_group, restart
 from hf_osdp.distributed.consensus import require_same_run
-from hf_osdp.distributed.process_group import check_ranks, own_versions
+from hf_osdp.distributed.process_group import check_ranks
 from hf_osdp.errors import LaunchError, PlanMismatchError
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.sharding.environment import form_process_group
+from hf_osdp.versions import package_versions
 from tests.helpers.distributed import free_port, run_ranks
 
 
@@ -47,17 +48,17 @@ def all_ways(before: bool) -> list[str]:
     """While rank 1 says that it has another torch: refused; when it does not: training; when it does again, with a
     group: refused.
     """
-    rank, true_versions = int(os.environ["RANK"]), own_versions()
+    rank, true_versions = int(os.environ["RANK"]), package_versions()
     other = {**true_versions, "torch": "1.0" if rank == 1 else true_versions["torch"]}
     refused = []
     if before:  # one store for all three calls
-        process_group.own_versions = lambda: other
+        process_group.package_versions = lambda: other
         refused = [refusal(form), refusal(make_accelerator)]
         assert not dist.is_initialized()
-        process_group.own_versions = lambda: true_versions
+        process_group.package_versions = lambda: true_versions
     form()
     check_ranks()
-    process_group.own_versions = lambda: other
+    process_group.package_versions = lambda: other
     return [*refused, refusal(make_accelerator)]
 
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from hf_osdp.checkpoint import writer as writer_module
 from hf_osdp.checkpoint.resume import check_checkpoint
 from hf_osdp.checkpoint.safe import SafeReader
-from hf_osdp.checkpoint.states import load_loop, save_loop
+from hf_osdp.checkpoint.states import load_loop
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.consensus import on_rank_zero
 from hf_osdp.distributed.mesh import find_topology
@@ -33,7 +33,7 @@ from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.preparation.preflight import merged_findings
 from tests.distributed.test_recalibrate import trained
 from tests.helpers import null_works
-from tests.helpers.checkpointed import Leg, built
+from tests.helpers.checkpointed import Leg, built, save_loop
 from tests.helpers.distributed import RankFailure, run_ranks
 
 TIMEOUT_S, WORK_S = 2.0, 3.0

@@ -23,9 +23,10 @@ from hf_osdp.planner.presets import preset
 from hf_osdp.planner.wire import PIECE_ELEMENTS, WireFormat, formats_up_to
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.preparation.simulate import fake_process_group
-from hf_osdp.sharding.apply import apply_plan, read_back, verify_applied
+from hf_osdp.sharding.apply import apply_plan
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+from tests.helpers.read_back import read_back, verify_applied
 from tests.helpers.sampling import slow_but
 from tests.helpers.training import Trained, assert_trained_alike, train_alone, train_sharded
 

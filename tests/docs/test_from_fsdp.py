@@ -27,10 +27,8 @@ OF_PLUGIN = {
 }
 VALUES = {"auto_wrap_policy": "size_based_wrap", "limit_all_gathers": False}
 """Of options of which True is no value, or the default."""
-IN_FILE = {"auto_wrap_policy": "SIZE_BASED_WRAP", "transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
-           "min_num_params": "1000",
-           "backward_prefetch": "BACKWARD_PRE", "state_dict_type": "SHARDED_STATE_DICT"}  # fmt: skip
-VARIABLES = {"transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
+IN_FILE = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": "1000", "backward_prefetch": "BACKWARD_PRE",
+           "state_dict_type": "SHARDED_STATE_DICT"}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +67,7 @@ def test_every_option_of_the_file_and_of_the_plugin_has_a_row():
 def test_the_plugin_refuses_what_the_page_says_it_refuses():
     refused = {OF_PLUGIN.get(name, name) for name, row in NAMED.items() if "refused" in row[2]}
     refused -= {"fsdp_version", "activation_checkpointing_offload"}
-    assert refused == set(DECIDED)
+    assert refused == set(DECIDED) - {"transformer_layer_cls_to_wrap"}
     for name in refused:
         with pytest.raises(ValueError, match="is decided by the plan"):
             OSDPPlugin(**{name: VALUES.get(name, True)})
@@ -89,7 +87,7 @@ def test_what_has_no_effect_in_the_file_changes_nothing(name, monkeypatch):
 )
 def test_what_is_taken_from_the_file_changes_the_plugin(name, monkeypatch):
     plain = OSDPPlugin()
-    monkeypatch.setenv(VARIABLES.get(name, f"FSDP_{name.upper()}"), IN_FILE.get(name, "true"))
+    monkeypatch.setenv(f"FSDP_{name.upper()}", IN_FILE.get(name, "true"))
     taken = OSDPPlugin()
     assert (fields_of(taken), taken.osdp) != (fields_of(plain), plain.osdp)
 
@@ -103,7 +101,11 @@ def test_checkpointing_with_offload_is_refused_from_file_and_plugin(monkeypatch)
         OSDPPlugin()
 
 
-def test_reshard_after_forward_in_the_file_is_refused(monkeypatch):
-    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
-    with pytest.raises(ValueError, match="strategy: zero2"):
+@pytest.mark.parametrize(
+    ("variable", "value", "remedy"),
+    [("RESHARD_AFTER_FORWARD", "false", "strategy: zero2"), ("TRANSFORMER_CLS_TO_WRAP", "A", "block_classes")],
+)
+def test_what_the_plan_decides_is_refused_in_the_file(monkeypatch, variable, value, remedy):
+    monkeypatch.setenv(f"FSDP_{variable}", value)
+    with pytest.raises(ValueError, match=remedy):
         OSDPPlugin()

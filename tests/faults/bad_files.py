@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -109,11 +108,10 @@ OTHER_RUNS: dict[str, Give] = {
     "4 processes' plan on 2": lambda: plan().check(description(), 2),
     "a plan of a model with other units": lambda: plan().check(transformer(layers=5), 4),
     "a plan of a model with other shapes": lambda: plan().check(transformer(hidden=32), 4),
-    "global_batch_size=16 beside a plan of 8": lambda: check_given_plan(plan(), OSDPConfig(global_batch_size=16)),
-    "samples of 64 tokens beside a plan of 32": lambda: check_given_plan(plan(), OSDPConfig(sequence_length=64)),
-    "memory_limit=1MiB beside a plan of more": lambda: check_given_plan(plan(), OSDPConfig(memory_limit=2**20)),
-    "a limit beside a plan without a peak": lambda: check_given_plan(
-        replace(plan(), peak_bytes=None), OSDPConfig(memory_limit=2**20)
+    "global_batch_size=16 beside a plan of 8": lambda: check_given_plan(plan(), OSDPConfig(global_batch_size=16), 0),
+    "samples of 64 tokens beside a plan of 32": lambda: check_given_plan(plan(), OSDPConfig(sequence_length=64), 0),
+    "memory_limit=1MiB beside a plan of more": lambda: check_given_plan(
+        plan(), OSDPConfig(memory_limit=2**20), plan().peak_bytes
     ),
 }
 PROFILES: dict[str, Change] = {

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from hf_osdp import OSDPAccelerator, preset
-from hf_osdp.checkpoint.states import load_loop, save_loop
+from hf_osdp.checkpoint.states import load_loop
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.errors import CheckpointError
 from hf_osdp.modeling.identity import optimizer_texts
+from tests.helpers.checkpointed import save_loop
 from tests.helpers.models import tiny_model
 from tests.unit.checkpoint.checkpoints import trained
 from tests.unit.integrations.test_checkpoints import names, planned

@@ -74,7 +74,6 @@ def marks(folder: Path) -> list[str]:
 def _mark_phases(mark: Callable[[str], None]) -> None:
     """Have the package's own functions tell where they are."""
     _before(hf_osdp.integrations.announce, "plan_run", lambda *a: mark("planning"))
-    _before(hf_osdp.integrations.plain_loop, "plan_run", lambda *a: mark("planning"))
     for module in (hf_osdp.integrations.trainer_checkpoints, hf_osdp.checkpoint.states):
         _before(module, "load_model", lambda folder, *a: mark(f"resume {Path(folder).name}"))
     _before(hf_osdp.checkpoint.writer.CheckpointWriter, "new", lambda *a: mark("save"))

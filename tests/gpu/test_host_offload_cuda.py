@@ -22,7 +22,7 @@ from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.training_job import OptimizerSpec, Precision, TrainingJob
-from hf_osdp.sharding.apply import apply_plan, verify_applied
+from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.environment import form_process_group, move_to_device, mp_policy
 from hf_osdp.sharding.gradients import clip_grad_norm_
 from hf_osdp.sharding.host import host_parameters
@@ -37,6 +37,7 @@ from hf_osdp.sharding.steps import batch_on, make_optimizer, train_step
 from hf_osdp.tracing.describe import describe
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+from tests.helpers.read_back import verify_applied
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

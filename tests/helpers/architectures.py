@@ -21,10 +21,11 @@ from hf_osdp.modeling.units import find_units
 from hf_osdp.modeling.wrapping import has_running_statistics
 from hf_osdp.planner.description import UnitDescription
 from hf_osdp.planner.plan import Plan
-from hf_osdp.sharding.apply import apply_plan, verify_applied
+from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.tracing.describe import describe
 
 from .layouts import plan_of
+from .read_back import verify_applied
 from .training import Loss, Trained, train_sharded, train_whole
 
 TOKENS = 12

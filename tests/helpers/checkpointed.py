@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_osdp.checkpoint.states import load_loop, save_loop
+from hf_osdp.checkpoint.states import load_loop, stage_loop
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.split.names import keep_positions
@@ -22,6 +22,7 @@ from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.gradients import clip_grad_norm_
 from hf_osdp.sharding.host import host_parameters
 from hf_osdp.sharding.optimizer_steps import bind_optimizer, step_by_device, step_on_shards
+from hf_osdp.sharding.optimizers import kind_of
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.steps import micro_step
 
@@ -71,6 +72,14 @@ def groups_of(model: nn.Module) -> list[dict[str, object]]:
 
 def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+
+
+def save_loop(
+    writer: CheckpointWriter, folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, **more
+):
+    """Write a plain loop's checkpoint; further arguments are those of `stage_loop`. Collective."""
+    with writer.new(folder, optimizer=kind_of(optimizer).name) as staging:
+        stage_loop(staging, model, optimizer, **more)
 
 
 def run_leg(leg: Leg, load: str | None, save: str, seed: int) -> tuple[list[float], dict[str, torch.Tensor]]:

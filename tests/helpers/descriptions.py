@@ -19,6 +19,11 @@ from hf_osdp.planner.description import (
 )
 
 
+def linear_envelope(*, constant: float = 0.0, per_sample: float = 0.0) -> Envelope:
+    """The peak of a single moment."""
+    return Envelope(pieces=(Affine(constant=constant, per_sample=per_sample),))
+
+
 def transformer(
     *,
     layers: int = 4,
@@ -210,7 +215,7 @@ def _unit(fqn: str, span: GatherSpan, shapes: dict[str, tuple[int, ...]], dtype:
 
 def _phase(constant: int, per_sample: int, flops: int = 0, traffic: int = 0) -> PhaseCost:
     return PhaseCost(
-        peak_bytes=Envelope.linear(constant=constant, per_sample=per_sample),
+        peak_bytes=linear_envelope(constant=constant, per_sample=per_sample),
         matmul_flops=Affine(per_sample=flops),
         traffic_bytes=Affine(per_sample=traffic),
     )

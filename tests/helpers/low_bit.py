@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_osdp.checkpoint.states import load_loop, save_loop
+from hf_osdp.checkpoint.states import load_loop
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.split.operators import split_operators
@@ -22,6 +22,7 @@ from hf_osdp.sharding.gradients import local
 from hf_osdp.sharding.optimizer import check_optimizer, spec_of_optimizer
 from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict
 
+from .checkpointed import save_loop
 from .layouts import plan_of
 from .models import tiny_model
 from .training import trained

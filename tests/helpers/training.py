@@ -12,7 +12,7 @@ from torch import nn
 from hf_osdp.distributed.mesh import Meshes, collective_device
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
-from hf_osdp.sharding.apply import apply_plan, verify_applied
+from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.environment import move_to_device
 from hf_osdp.sharding.gradients import clip_grad_norm_
 from hf_osdp.sharding.state import full_state_dict
@@ -20,6 +20,7 @@ from hf_osdp.sharding.steps import micro_step
 
 from .layouts import plan_of
 from .models import tiny_batch, tiny_loss, tiny_model
+from .read_back import verify_applied
 
 Loss = Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]
 Batches = Callable[..., dict[str, torch.Tensor]]

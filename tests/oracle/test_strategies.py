@@ -12,7 +12,6 @@ from functools import cache
 import pytest
 
 from hf_osdp.errors import InfeasibleError
-from hf_osdp.planner.affine import Envelope
 from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.hardware import Backend, Hardware
 from hf_osdp.planner.optimizers import LOW_BIT
@@ -22,7 +21,7 @@ from hf_osdp.planner.search.compare import compare_strategies
 from hf_osdp.planner.search.search import SearchResult, _searched, least_memory, search
 from hf_osdp.planner.training_job import Precision, TrainingJob
 from hf_osdp.quantities import parse_bytes
-from tests.helpers.descriptions import transformer
+from tests.helpers.descriptions import linear_envelope, transformer
 from tests.helpers.hardware import toy_hardware
 from tests.helpers.problems import problem
 
@@ -122,7 +121,7 @@ def test_more_memory_gives_a_deep_model_a_faster_plan():
 def with_costly_loss() -> ModelDescription:
     """The model with a forward peak at the head: there, every unit that is kept or replicated counts in full."""
     *segments, head = MODEL.segments
-    forward = replace(head.forward, peak_bytes=Envelope.linear(per_sample=4 * 10**6))
+    forward = replace(head.forward, peak_bytes=linear_envelope(per_sample=4 * 10**6))
     return replace(MODEL, segments=(*segments, replace(head, forward=forward)))
 
 

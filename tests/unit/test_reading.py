@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hf_osdp.reading import MOST_CHARACTERS, MOST_DEPTH, parse_json, read_bytes, read_json
+from hf_osdp.reading import parse_json, read_bytes, read_json
 
 
 class Refused(Exception):
@@ -30,29 +30,21 @@ def refused(read, *args, **options) -> str:
         ("", "is not JSON (line 1, column 1: Expecting value)"),
         ('{"a":\n tru}', "is not JSON (line 2, column 2: Expecting value)"),
         (b'{"a": "\xff"}', "is not JSON (byte 7 is not UTF-8: invalid start byte)"),
-        ("[" * 10**6, f"is JSON that is nested more than {MOST_DEPTH} deep"),
-        ("[" * (MOST_DEPTH + 1) + "]" * (MOST_DEPTH + 1), f"is JSON that is nested more than {MOST_DEPTH} deep"),
+        ("[" * 10**6, "is JSON that is nested too deep"),
         ('{"a": {"b": 1, "b": 2}}', "has the key 'b' twice in one object"),
         ("[NaN]", "has NaN, which is not a number"),
         ("[-Infinity]", "has -Infinity, which is not a number"),
-        ("[1e31]", "has the number '1e+31', which is beyond 1e+30"),
-        ("1e999", "has the number 'inf', which is beyond 1e+30"),
-        (str(2**63), "has the number '9223372036854775808', which is beyond 9.22337e+18"),
         ("9" * 10**6, "is not JSON (Exceeds the limit"),
-        ('["\\u001b[2J"]', "has the text '\\x1b[2J', which has control characters"),
-        ('{"\\ud800": 1}', "which has control characters"),
-        ('"' + "x" * (MOST_CHARACTERS + 1) + '"',
-         f"has {MOST_CHARACTERS + 1} characters, more than {MOST_CHARACTERS}"),
+        ('["\\u001b[2J"]', "has a text with control characters"),
+        ('[{"\\u009b": 1}]', "has a text with control characters"),
     ],
 )  # fmt: skip
 def test_parse_json_refuses_in_one_line(text, problem):
     assert problem in refused(parse_json, text)
 
 
-def test_parse_json_takes_values_up_to_limits():
-    value = [2**63 - 1, -(2**63 - 1), 1e30, -1e30, "x" * MOST_CHARACTERS, "ä +:€", True, None]
-    for _ in range(MOST_DEPTH - 1):
-        value = [value]
+def test_parse_json_takes_any_other_value():
+    value = [2**63, 1e300, "x" * 10**5, "ä +:€ \U0001f600", True, None, [[{"a": [1]}]]]
     assert parse_json(json.dumps(value)) == value
     assert parse_json(b"\xef\xbb\xbf" + json.dumps(value).encode()) == value  # some editors begin a file so
 

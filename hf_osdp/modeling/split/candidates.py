@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import cast
 
 from torch import nn
 
 from ...errors import OSDPError
-from ...planner.description import DType, GatherSpan, ModelDescription, UnitDescription
+from ...planner.description import DType, GatherSpan, ModelDescription
 from ...planner.split import ModelSplit, OperatorSplit
-from ..units import embedding_and_head, find_units, modules_by_name
+from ..units import embedding_and_head, modules_by_name
 from .apply import split_copy
 from .modules import is_conv1d
 
@@ -24,18 +23,6 @@ _FRACTIONS = (2, 4)
 """Operators are split into slices no larger than the largest operator divided by these numbers."""
 MOST_SLICES = 64
 """Most slices of all blocks together; a search over more units takes minutes."""
-
-
-def split_units(
-    model: nn.Module, split: ModelSplit, block_classes: Sequence[str] | None = None, *, low_precision: bool = False
-) -> tuple[UnitDescription, ...]:
-    """Return the units of the model after a split (see `find_units`); the model is unchanged."""
-    return find_units(
-        split_copy(model, split) if split.cuts_parameters else model,
-        block_classes,
-        operators=split.operators,
-        low_precision=low_precision,
-    )
 
 
 def possible_splits(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
 
-from ..decision import UnitLayout
 from ..description import ModelDescription
 from ..hardware import Collective, Hardware
 from ..plan import Plan
@@ -38,17 +36,9 @@ def estimate_plan(
     if hardware is None:
         return PlanEstimate(memory=memory)
     timer = UnitTimer(description, hardware, job, plan.batch)
+    streams = timer.streams(layouts)
     return PlanEstimate(
         memory=memory,
-        time=TimeEstimate(units=tuple(map(timer, range(len(layouts)), layouts))),
-        collectives=_collectives(timer, layouts),
+        time=timer.estimate(layouts),
+        collectives={kind: streams[kind][0] for kind in Collective},
     )
-
-
-def _collectives(timer: UnitTimer, layouts: Sequence[UnitLayout]) -> dict[Collective, float]:
-    """Return the seconds of a step in each collective."""
-    seconds = dict.fromkeys(Collective, 0.0)
-    for times, _, work in chain.from_iterable(map(timer.overlaps, range(len(layouts)), layouts)):
-        for name in seconds.keys() & work.keys():
-            seconds[name] += times * work[name]
-    return seconds

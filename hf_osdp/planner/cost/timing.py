@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import chain
 from typing import NamedTuple
 
 from ..affine import Affine
@@ -132,22 +133,20 @@ def unit_work(
     activations: Activations = Activations.SAVE,
     queued: Sequence[tuple[float, float]] = (),
     *,
-    timed: Callable[..., list[tuple[float, float]]] = phases,
+    timed: Callable[[Activations], list[tuple[float, float]]] | None = None,
 ) -> tuple[tuple[float, ...], tuple[Windows, ...]]:
     """Return each unit's forward and backward compute in one micro-step, and the compute that its communication can
     overlap.
 
     `activations` is the choice of the unit itself; the forward of the preceding segment counts as if everything were
     saved. The first segment has no preceding one, so that its gather in forward overlaps nothing. `queued` is that of
-    `passes`; `timed` is `phases`, or a cache of it.
+    `passes`; `timed` is a cache of `phases` by choice of activations.
     """
+    timed = timed or partial(phases, description, hardware, samples)
     compute_s = [0.0] * len(description.units)
     calls: list[list[Windows]] = [[] for _ in description.units]
     before, overlaps = 0.0, hardware.backend.overlaps
-    own, plain = (
-        passes(description, hardware, timed(description, hardware, samples, choice), queued)
-        for choice in (activations, Activations.SAVE)
-    )
+    own, plain = (passes(description, hardware, timed(choice), queued) for choice in (activations, Activations.SAVE))
     for segment, (forward, backward), (saved, _) in zip(description.segments, own, plain, strict=True):
         compute_s[segment.unit] += forward + backward
         if description.units[segment.unit].span is not GatherSpan.STEP:
@@ -166,7 +165,7 @@ class UnitTimer:
         self.transfers = cache(partial(host_transfers, description, hardware, batch.micro_batch_size))
         """`host_transfers` by choice of activations."""
         self._queued = once_per_shape(description.units, self._queue_of)
-        self._phases: dict[Activations, list[tuple[float, float]]] = {}
+        self._timed = cache(partial(phases, description, hardware, batch.micro_batch_size))
         self._known: dict[UnitLayout, tuple[tuple[float, ...], tuple[Windows, ...]]] = {}
 
     def work(self, layout: UnitLayout) -> tuple[tuple[float, ...], tuple[Windows, ...]]:
@@ -190,14 +189,6 @@ class UnitTimer:
             )  # fmt: skip
         return self._known[alike]
 
-    def _timed(
-        self, description: ModelDescription, hardware: Hardware, samples: int, activations: Activations
-    ) -> list[tuple[float, float]]:
-        """Return `phases`, computed once for each choice."""
-        if activations not in self._phases:
-            self._phases[activations] = phases(description, hardware, samples, activations)
-        return self._phases[activations]
-
     def _queue_of(self, unit: UnitDescription, layout: UnitLayout) -> tuple[float, float]:
         """Return `queue_seconds` of a unit, less the time in which the device copies: the CPU goes on meanwhile."""
         if unit.span is GatherSpan.STEP:
@@ -212,6 +203,25 @@ class UnitTimer:
         """Return the seconds of a unit under a layout."""
         compute_s, windows, transfer = self._parts(index, layout)
         return unit_time(self.terms(index, layout), layout, windows, compute_s, self._batch, transfer)
+
+    def estimate(self, layouts: Sequence[UnitLayout]) -> TimeEstimate:
+        """Return the seconds of a step, by unit and kind; `layouts` has one layout per unit, in the description's
+        order.
+        """
+        return TimeEstimate(units=tuple(map(self, range(len(layouts)), layouts)))
+
+    def streams(self, layouts: Sequence[UnitLayout]) -> dict[str, tuple[float, float]]:
+        """Return seconds of a step in each collective and in copies (`ACTIVATIONS`), all and exposed; what a unit's
+        collectives expose together is divided among them in proportion to their time.
+        """
+        totals = dict.fromkeys((*Collective, ACTIVATIONS), (0.0, 0.0))
+        for times, hidden_s, seconds in chain.from_iterable(map(self.overlaps, range(len(layouts)), layouts)):
+            whole_s = sum(seconds.values())
+            share = max(0.0, whole_s - hidden_s) / whole_s if whole_s else 0.0
+            for name, own_s in seconds.items():
+                total_s, exposed_s = totals[name]
+                totals[name] = total_s + times * own_s, exposed_s + times * own_s * share
+        return totals
 
     def overlaps(self, index: int, layout: UnitLayout) -> Iterator[Overlap]:
         """Yield a unit's communication under a layout."""
@@ -280,8 +290,5 @@ def unit_time(
 def estimate_time(
     description: ModelDescription, layouts: Sequence[UnitLayout], hardware: Hardware, job: TrainingJob, batch: Batch
 ) -> TimeEstimate:
-    """Return the seconds of one optimizer step, by unit and kind; `layouts` has one layout per unit, in the
-    description's order.
-    """
-    timer = UnitTimer(description, hardware, job, batch)
-    return TimeEstimate(units=tuple(timer(index, layout) for index, layout in enumerate(layouts)))
+    """Return the seconds of one optimizer step, as `UnitTimer.estimate`."""
+    return UnitTimer(description, hardware, job, batch).estimate(layouts)

@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hf_osdp.checkpoint.states import save_loop
 from hf_osdp.checkpoint.writer import CheckpointWriter
-from tests.helpers.checkpointed import groups_of, scheduler_of, trained_step
+from tests.helpers.checkpointed import groups_of, save_loop, scheduler_of, trained_step
 from tests.helpers.models import tiny_model
 
 

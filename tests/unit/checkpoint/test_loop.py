@@ -10,9 +10,10 @@ import torch
 
 from hf_osdp.checkpoint.folders import MANIFEST_NAME
 from hf_osdp.checkpoint.resume import last_checkpoint
-from hf_osdp.checkpoint.states import load_loop, load_random_states, save_loop, save_random_states
+from hf_osdp.checkpoint.states import load_loop, load_random_states, save_random_states
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.errors import CheckpointError
+from tests.helpers.checkpointed import save_loop
 from tests.helpers.models import tiny_model
 
 from .checkpoints import saved, trained

@@ -34,7 +34,7 @@ def test_launch_request_is_empty_without_launcher_and_for_plain_fsdp():
             (True, False, {"memory_limit": "8GiB", "compare": False}),
         ),
         ("{'osdp': False, 'memory_limit': '1GiB', 'use_cpu': True}", {}, (False, True, {"memory_limit": "1GiB"})),
-        ("{'osdp': True}", {"FSDP_TRANSFORMER_CLS_TO_WRAP": "A,B"}, (True, False, {"block_classes": "A,B"})),
+        ("{'osdp': False}", {"FSDP_TRANSFORMER_CLS_TO_WRAP": "A,B"}, (False, False, {})),
     ],
 )
 def test_launch_request_has_the_options_of_the_file(strategy, more, expected):

@@ -79,10 +79,7 @@ def test_plugin_is_fsdp2_with_float32_reduction_and_writes_shards_only_in_the_ba
         ({"sharding_strategy": "FULL_SHARD"}, "OSDPConfig(strategy"),
         ({"ignored_modules": "x"}, "OSDPConfig(block_classes"),
         ({"limit_all_gathers": False}, "leave it out"),
-        (
-            {"transformer_cls_names_to_wrap": ["BertLayer"], "osdp": OSDPConfig(block_classes="GPT2Block")},
-            "OSDPConfig(block_classes",
-        ),
+        ({"transformer_cls_names_to_wrap": ["BertLayer"]}, "OSDPConfig(block_classes"),
         (
             {"state_dict_type": "FULL_STATE_DICT", "osdp": {"async_save": True}},
             "async_save=True writes shards while training continues",
@@ -93,11 +90,6 @@ def test_plugin_refuses_what_the_plan_decides_or_contradicts(options, remedy):
     with pytest.raises(ValueError, match=re.escape(remedy)) as caught:
         OSDPPlugin(**options)
     assert next(iter(options)) in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("names", [["GPT2Block", "BertLayer"], "GPT2Block,BertLayer"])
-def test_plugin_takes_classes_to_wrap_as_block_classes(names):
-    assert OSDPPlugin(transformer_cls_names_to_wrap=names).osdp.block_classes == ("GPT2Block", "BertLayer")
 
 
 def test_plugin_accepts_the_defaults_that_the_launcher_exports(monkeypatch):
@@ -174,7 +166,6 @@ ON, OFF = "{'osdp': True, 'memory_limit': '1GiB'}", "{'osdp': False, 'memory_lim
         (True, None, OFF, {"memory_limit": "1GiB"}),
         (None, {"osdp": {"strategy": "hsdp"}}, ON, {"strategy": "hsdp", "memory_limit": "1GiB"}),
         (None, {"osdp": False}, ON, None),
-        (True, {"transformer_layer_cls_to_wrap": ["GPT2Block"]}, None, {"block_classes": "GPT2Block"}),
     ],
 )
 def test_requested_config_merges_argument_fsdp_config_and_launcher(
@@ -190,14 +181,12 @@ def test_requested_config_merges_argument_fsdp_config_and_launcher(
             assert OSDPPlugin(osdp=asked).osdp == plugin_for(asked, None, None).osdp == config
 
 
-def test_requested_config_reads_the_file_of_fsdp_config_and_layers_beside_fsdp(tmp_path):
+def test_requested_config_reads_the_file_of_fsdp_config(tmp_path):
     file = tmp_path / "fsdp.json"
     file.write_text(json.dumps({"osdp": {"strategy": "zero2"}, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}))
     args = arguments(tmp_path, fsdp_config=str(file))
     assert requested_config(None, args) == OSDPConfig(strategy="zero2")
     assert plugin_options(args) == {"state_dict_type": "SHARDED_STATE_DICT"}
-    layers = arguments(tmp_path, fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": ["GPT2Block"]})
-    assert requested_config(True, layers) == OSDPConfig(block_classes="GPT2Block")
 
 
 @pytest.mark.parametrize(
@@ -207,11 +196,7 @@ def test_requested_config_reads_the_file_of_fsdp_config_and_layers_beside_fsdp(t
         (True, {"fsdp_min_num_params": 10}, r"min_num_params=10.*OSDPConfig\(block_classes"),
         (True, {"no_such_key": 1}, "no_such_key=1.*no effect"),
         (True, {"xla": True}, "xla=True.*no effect"),
-        (
-            {"block_classes": "B"},
-            {"transformer_layer_cls_to_wrap": ["A"]},
-            r"transformer_layer_cls_to_wrap.*OSDPConfig\(block_classes",
-        ),
+        (True, {"transformer_layer_cls_to_wrap": ["A"]}, r"transformer_layer_cls_to_wrap.*OSDPConfig\(block_classes"),
     ],
 )
 def test_requested_config_refuses_what_has_no_effect_or_cannot_be_read(tmp_path, asked, fsdp_config, part):
@@ -297,24 +282,6 @@ def test_trainer_refuses_model_init_and_recompute_false_beside_gradient_checkpoi
         Trainer(model=tiny_model("gpt2", layers=1), args=args, train_dataset=DATA, osdp={"recompute": False})
     with pytest.raises(ValueError, match="model_init"):
         Trainer(model_init=lambda: None, args=args, train_dataset=DATA, osdp=True)
-
-
-@pytest.mark.parametrize("by", ["argument", "model"])
-def test_checkpointing_of_every_block_says_what_leaving_it_to_the_planner_would_gain(tmp_path, capsys, by):
-    model = tiny_model("gpt2", layers=2)
-    if by == "model":
-        model.gradient_checkpointing_enable()
-    args = arguments(tmp_path, per_device_train_batch_size=8, gradient_checkpointing=by == "argument")
-    trainer = Trainer(model=model, args=args, train_dataset=DATA, osdp=OSDPConfig(hardware="cpu", compare=False))
-    said = " ".join(capsys.readouterr().out.split())
-    (gain,) = map(
-        float, re.findall(r"recomputes every block\. If .* ([\d.]+) times as fast: switch checkpointing off", said)
-    )
-    run = trainer._run
-    assert 1 < gain == pytest.approx(run.plan.step_s / run.open_step_s, abs=0.01)
-    assert by != "model" or all(block.gradient_checkpointing for block in model.transformer.h), (
-        "the model is left as it was"
-    )
 
 
 def test_accelerator_refuses_hook_of_ddp_that_would_have_no_effect():

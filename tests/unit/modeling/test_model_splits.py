@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from hf_osdp.errors import DescriptionError
-from hf_osdp.modeling.split.candidates import SHALLOW, possible_splits, split_units
+from hf_osdp.modeling.split.apply import split_copy
+from hf_osdp.modeling.split.candidates import SHALLOW, possible_splits
 from hf_osdp.modeling.units import find_units
 from hf_osdp.modeling.wrapping import recomputation_of, recompute
 from hf_osdp.planner.description import DType, GatherSpan
@@ -50,7 +51,7 @@ def test_slices_are_units_whose_blocks_are_split_whatever_is_asked_for(llama):
     before = [name for name, _ in llama.named_parameters()]
     for operators in (True, False):
         split = ModelSplit(operators=operators, sliced=(OperatorSplit(fqn="model.layers.1.mlp.down_proj", slices=3),))
-        names = [unit.fqn for unit in split_units(llama, split)]
+        names = [unit.fqn for unit in find_units(split_copy(llama, split), operators=operators)]
         assert [name for name in names if "down_proj" in name] == [
             f"model.layers.1.mlp.down_proj.slices.{i}" for i in range(3)
         ]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.errors import HardwareError
-from hf_osdp.planner.affine import Affine, Envelope
+from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.memory import SegmentBytes
 from hf_osdp.planner.cost.timing import HostTransfer, host_transfers
 from hf_osdp.planner.decision import Batch
@@ -17,7 +17,7 @@ from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.search.strategies import search_spaces
 from hf_osdp.planner.training_job import TrainingJob
-from tests.helpers.descriptions import transformer, ways
+from tests.helpers.descriptions import linear_envelope, transformer, ways
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem
 
@@ -36,7 +36,7 @@ def recomputable(*, input_bytes: float, own_bytes: float, forward_flops: float =
     def with_forms(segment: Segment) -> Segment:
         once = replace(segment.forward, matmul_flops=Affine(per_sample=forward_flops))
         again = PhaseCost(
-            peak_bytes=Envelope.linear(per_sample=own_bytes), matmul_flops=Affine(per_sample=3 * forward_flops)
+            peak_bytes=linear_envelope(per_sample=own_bytes), matmul_flops=Affine(per_sample=3 * forward_flops)
         )
         backward = replace(segment.backward, matmul_flops=Affine(per_sample=2 * forward_flops))
         recomputed = saving(segment, input_bytes, forward=once, backward=again)
@@ -77,7 +77,7 @@ def segment(*, saved: float = 1000, own: float = 700, input_bytes: float = 100) 
     """Per sample, as it is saved and as it is recomputed."""
 
     def form(saved: float, own: float, backward: float, **more) -> Segment:
-        peak, moved = PhaseCost(peak_bytes=Envelope.linear(per_sample=backward)), Affine(per_sample=own)
+        peak, moved = PhaseCost(peak_bytes=linear_envelope(per_sample=backward)), Affine(per_sample=own)
         return Segment(
             unit=0,
             saved_bytes=Affine(per_sample=saved),

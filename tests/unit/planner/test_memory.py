@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_osdp.planner.affine import Affine, Envelope
+from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.memory import MemoryEstimate, combined_scratch, estimate_memory, gathered_ahead
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import (
@@ -22,7 +22,7 @@ from hf_osdp.planner.description import (
     UnitDescription,
 )
 from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, TrainingJob
-from tests.helpers.descriptions import transformer
+from tests.helpers.descriptions import linear_envelope, transformer
 
 ONCE, TWICE = (Batch(micro_batch_size=1, accumulation_steps=steps) for steps in (1, 2))
 JOB = TrainingJob(global_batch_size=8)
@@ -39,7 +39,7 @@ def blocks(*, saved: int = 0, head_saved: int = 0, head_workspace: int = 0) -> M
         return UnitDescription(fqn=fqn, module_names=(fqn,), class_name="Block", span=span, parameters=parameters)
 
     def segment(unit: int, saved: int, workspace: int) -> Segment:
-        phase = PhaseCost(peak_bytes=Envelope.linear(per_sample=workspace))
+        phase = PhaseCost(peak_bytes=linear_envelope(per_sample=workspace))
         return Segment(unit=unit, saved_bytes=Affine(per_sample=saved), forward=phase, backward=phase)
 
     weights = (ParameterSpec(name=f"b{i}.w", shape=(100,), dtype=DType.FLOAT32) for i in range(LAYERS))

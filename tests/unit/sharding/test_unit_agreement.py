@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import combinations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_osdp.sharding.unit_sequences import Expected, merged
+from hf_osdp.sharding.unit_agreement import Expected, merged
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 4), max_size=6), min_size=1, max_size=3)
 
@@ -20,18 +18,6 @@ def _contains(sequence: list[int], part: list[int]) -> bool:
 @given(SEQUENCES)
 def test_merged_contains_every_sequence_in_its_order(sequences):
     assert all(_contains(merged(sequences), sequence) for sequence in sequences)
-
-
-@given(st.lists(st.lists(st.integers(0, 2), max_size=5), min_size=2, max_size=2))
-def test_merged_is_as_short_as_two_sequences_allow(sequences):
-    first, second = sequences
-    common = max(
-        n
-        for n in range(6)
-        for part in combinations(first, min(n, len(first)))
-        if len(part) == n and _contains(second, [*part])
-    )
-    assert len(merged(sequences)) == len(first) + len(second) - common
 
 
 def test_expected_keeps_what_a_rank_needed():

@@ -1,0 +1,140 @@
+"""How FSDP2 runs a model after `apply_plan`, read back from it, and compared with the plan."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from torch import nn
+
+from hf_osdp.distributed.collectives import Stages, plain_transport, unit_collectives
+from hf_osdp.distributed.fsdp_internals import AllGather, ReduceScatter, UnitGroup, owners, parameter_groups
+from hf_osdp.distributed.mesh import world_size
+from hf_osdp.distributed.wire import Replicas, WireTransport, transports
+from hf_osdp.errors import PlanMismatchError
+from hf_osdp.modeling.activations import activations_of
+from hf_osdp.modeling.units import modules_by_name
+from hf_osdp.planner.decision import UnitDecision
+from hf_osdp.planner.description import UnitDescription
+from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.wire import Wires
+from hf_osdp.sharding.apply import effective
+from hf_osdp.sharding.host import place_of
+
+
+def verify_applied(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> None:
+    """Raise PlanMismatchError, which names the first unit that differs, if the model's layout is not the plan's."""
+    modules = modules_by_name(model)
+    different = [
+        (unit, planned, found)
+        for unit, found in zip(units, read_back(model, units), strict=True)
+        if _managed_names(unit)
+        and found != (planned := _visible(effective(plan.decision(unit.fqn), unit), modules[unit.module_names[0]]))
+    ]
+    if different:
+        unit, planned, found = different[0]
+        raise PlanMismatchError(
+            f"Unit {unit.label!r} runs as {found.describe(plan.world_size)!r}, but the plan says"
+            f" {planned.describe(plan.world_size)!r} ({len(different)} of {len(units)} units differ);"
+            " apply the plan to a fresh model and do not change its layout afterwards."
+        )
+
+
+def read_back(model: nn.Module, units: tuple[UnitDescription, ...]) -> tuple[UnitDecision, ...]:
+    """Return how FSDP2 really runs each unit of a model after `apply_plan`.
+
+    A unit without parameters has no layout; it is reported as sharded over all ranks and kept, like a plain unit in a
+    single process.
+    """
+    modules = modules_by_name(model)
+    names: dict[int, str] = {}
+    named: dict[tuple[int, str], str] = {}
+    """(`id` of the owning module, attribute) → the parameter's first name."""
+    for name, module in modules.items():
+        module = getattr(module, "_checkpoint_wrapped_module", module)
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                named[id(module), leaf] = names.setdefault(id(parameter), f"{name}.{leaf}".lstrip("."))
+    return tuple(_read_unit(unit, modules[unit.module_names[0]], named) for unit in units)
+
+
+def _read_unit(unit: UnitDescription, module: nn.Module, named: dict[tuple[int, str], str]) -> UnitDecision:
+    world, expected, groups = world_size(), _managed_names(unit), parameter_groups(module)
+    if not expected:
+        return UnitDecision(fqn=unit.fqn, shard_size=world, reshard_after_forward=False)
+    activations = activations_of(module)
+    if world == 1 and not groups:  # plain parameters, see `apply_plan`
+        return UnitDecision(fqn=unit.fqn, shard_size=1, reshard_after_forward=False, activations=activations)
+    if len(groups) != 1:
+        raise PlanMismatchError(
+            f"Unit {unit.label!r} has {len(groups)} FSDP2 parameter groups instead of one; apply the plan to it."
+        )
+    group, mesh = groups[0], groups[0].mesh_info.mesh
+    held = {named.get((id(module), leaf), "") for module, leaf in (owners(p)[0] for p in group.fsdp_params)}
+    if odd := sorted(held ^ expected):
+        raise PlanMismatchError(
+            f"Unit {unit.label!r} should hold {len(expected)} parameters but holds {len(held)}; the first difference"
+            f" is {odd[0]!r}."
+        )
+    if mesh.size() != world:
+        raise PlanMismatchError(f"Unit {unit.label!r} uses a mesh of {mesh.size()} ranks, but {world} are running.")
+    return UnitDecision(
+        fqn=unit.fqn,
+        shard_size=group.ranks,
+        reshard_after_forward=group.post_forward_mesh_info is not None,
+        **_read_collectives(group),
+        activations=activations,
+        **place_of(group)._asdict(),
+    )
+
+
+def _visible(planned: UnitDecision, module: nn.Module) -> UnitDecision:
+    """Return the part of a decision that `read_back` can see: nothing about micro-steps, the optimizer, or freeing
+    a plain unit.
+    """
+    shown = replace(planned, reduce_every_micro_step=True, states_on_host=False)
+    plain = world_size() == 1 and not planned.away and not parameter_groups(module)
+    return replace(shown, reshard_after_forward=False) if plain else shown
+
+
+def _managed_names(unit: UnitDescription) -> set[str]:
+    """Return the names of the parameters that FSDP2 manages; it ignores those without dimensions or elements, which
+    are replicated.
+    """
+    return {parameter.name for parameter in unit.parameters if parameter.shape and parameter.numel}
+
+
+def _read_collectives(group: UnitGroup) -> dict[str, Any]:
+    """Return the ranks per node of a parameter group's two-stage collectives (1 if in one stage), and its formats."""
+    mesh, sent = group.mesh_info.mesh, wires_of(group)
+    shards, (gather, scatter) = mesh.get_group(mesh.ndim - 1), _collectives(group)
+    stages = getattr(gather, "stages", None)
+    plain = plain_transport(shards, mesh.device_type)
+    planned = unit_collectives(shards, mesh.device_type, stages, *transports(sent, plain))
+    reaches_all = stages is None or shards.size() == stages.between.size() * stages.within.size()
+    if shards.size() > 1 and not (
+        reaches_all and (_kind(gather), _kind(scatter)) == (_kind(planned[0]), _kind(planned[1]))
+    ):
+        raise PlanMismatchError(
+            f"A unit gathers with {type(gather).__name__} and reduces with {type(scatter).__name__}, which no plan"
+            " uses;"
+            " apply the plan to a fresh model and do not change its collectives afterwards."
+        )
+    return {"stage_size": 1 if stages is None else stages.within.size(), **asdict(sent)}
+
+
+def _kind(collective: AllGather | ReduceScatter) -> tuple[type, Stages | None]:
+    return type(collective), getattr(collective, "stages", None)
+
+
+def wires_of(group: UnitGroup) -> Wires:
+    """Return the formats that a unit's collectives really use."""
+    sent = [getattr(collective, "between", None) for collective in _collectives(group)]
+    replicas = getattr(group.mesh_info, "replicate_process_group", None)
+    gather, reduce = (one.wire if isinstance(one, WireTransport) else None for one in sent)
+    replica = replicas.transport.wire if isinstance(replicas, Replicas) else None
+    return Wires(gather_wire=gather, reduce_wire=reduce, replica_wire=replica)
+
+
+def _collectives(group: UnitGroup) -> tuple[Any, Any]:
+    return group._all_gather_comm, group._reduce_scatter_comm
