@@ -52,8 +52,9 @@ FEATURES = {
     "compiled blocks": r"compil(?!e\b)",
     "Muon": r"muon|newton",
     "8- and 4-bit optimizers": r"low_bit|adamw\w*[48]_?bit|bitsandbytes|torchao|bnb",
-    "offloading": r"offload|on_host|host_(states|parameters|kernels|moment|bytes|of\b)|hoststates|hostspec|hostoptions"
-    r"|(has|uses)_host|\baway\b|steps_alone|states_passing|sent_bytes|kind \. host|hardware \. host|\bplaced\b|place_of",
+    "offloading": r"offload|on_host|host_(states|parameters|kernels|moment|bytes|of\b)|hoststates|hostspec"
+    r"|hostoptions|(has|uses)_host|\baway\b|steps_alone|states_passing|sent_bytes|kind \. host|hardware \. host"
+    r"|\bplaced\b|place_of",
 }
 """Words of each feature."""
 OTHER_REASONS = {

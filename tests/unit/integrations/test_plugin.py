@@ -33,10 +33,10 @@ from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.split import ModelSplit, OperatorSplit
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.tracing.describe import describe
+from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_model
 
 DATA = [{"input_ids": torch.arange(12), "labels": torch.arange(12)}] * 8
-from tests.helpers.layouts import plan_of
 
 
 @pytest.fixture(autouse=True)
