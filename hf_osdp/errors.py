@@ -129,3 +129,13 @@ def refuse_first(refused: Mapping[str, object], kind: type[Exception] = ValueErr
     for message, holds in refused.items():
         if holds:
             raise kind(message)
+
+
+def one_line(text: object) -> str:
+    """Return a text, or an error's message, in one line."""
+    return " ".join(str(text).split())
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error's type and the first line of its message."""
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]]).rstrip(".: ")

@@ -84,7 +84,7 @@ def _two_steps(bench: Bench) -> None:
     model = tiny_model("gpt2").to(bench.device)
     units = find_units(model)
     apply_plan(model, plan_of(units, 1, "zero3"), units, meshes=Meshes(bench.device.type))
-    optimizer, meter = torch.optim.AdamW(model.parameters()), StepMeter(bench.device)
+    optimizer, meter = torch.optim.AdamW(model.parameters()), StepMeter(bench.device, list)
     for number in range(4):
         with CollectiveClock(bench.device) as watch:
             meter.step_begins()

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, one_line
 from ..reading import read_json
 from .safe import SafePlanner, SafeReader, check_inside, load_file
 
@@ -176,4 +176,4 @@ def cause_of(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         rank, (inner, _) = next(iter(sorted(error.failures.items())))
         return f"rank {rank}: {cause_of(inner)}"
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{type(error).__name__}: {one_line(error)}"

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank
 from ..distributed.process_group import gloo_group
-from ..errors import CheckpointError
+from ..errors import CheckpointError, one_line
 from ..modeling.identity import optimizer_texts
 from ..modeling.split.names import whole_parameters
 from ..modeling.units import canonical_name
@@ -181,8 +181,9 @@ def load_model(folder: Path, model: nn.Module, *, index: int = 0, trainable_only
     try:
         load_full_state_dict(model, _read_on_rank_zero(read), strict=False)
     except RuntimeError as error:
-        text = " ".join(str(error).split())
-        raise CheckpointError(f"{path} is not of this model ({text}); make the model that was saved.") from None
+        raise CheckpointError(
+            f"{path} is not of this model ({one_line(error)}); make the model that was saved."
+        ) from None
 
 
 def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, index: int = 0) -> None:
@@ -203,9 +204,9 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
 
         load_full_optimizer_state_dict(model, optimizer, _read_on_rank_zero(read))
     except (RuntimeError, ValueError, KeyError) as error:
-        text = " ".join(str(error).split()).rstrip(".")
         raise CheckpointError(
-            f"{path} cannot be loaded ({text}); make the model and the optimizer that were saved."
+            f"{path} cannot be loaded ({one_line(error).rstrip('.')}); make the model and the optimizer that were"
+            " saved."
         ) from None
 
 

@@ -22,7 +22,7 @@ from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank, world_size
 from ..distributed.process_group import all_gather_objects, gloo_group
 from ..distributed.stop import waits_in_background
-from ..errors import CheckpointError
+from ..errors import CheckpointError, one_line
 from ..planner.plan import Plan
 from .folders import (
     FileRecord,
@@ -234,7 +234,7 @@ def _result_or_error(act: Callable[[], T]) -> T | str:
 
 
 def _message(error: Exception) -> str:
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    text = one_line(f"{type(error).__name__}: {error}")
     return f"The checkpoint could not be written on rank {rank()} ({text}); the previous checkpoint is the last."
 
 

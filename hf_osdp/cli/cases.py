@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ..errors import InfeasibleError, OSDPError, Price, Remedy, nearest, refuse_first
+from ..errors import InfeasibleError, OSDPError, Price, Remedy, first_line, nearest, refuse_first
 from ..modeling.catalogue import find_shape, shape_names
 from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware
@@ -335,8 +335,9 @@ def _read(source: str, model: str) -> PreTrainedConfig:
     try:
         return _from_pretrained(source)
     except Exception as error:  # a malformed file may make transformers raise anything
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise ValueError(f"MODEL {model!r} has no configuration that transformers can read: {reason}.") from None
+        raise ValueError(
+            f"MODEL {model!r} has no configuration that transformers can read: {first_line(error)}."
+        ) from None
 
 
 def _fetch_from_hub(model: str) -> str | None:

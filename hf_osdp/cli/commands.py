@@ -20,7 +20,7 @@ from ..report.content import comparison_content, explanation_content, report_con
 from ..report.explain import explain as explain_plan
 from ..report.explain_tables import explanation_tables
 from ..report.plan_file import PlanInputs, plan_file_content, read_plan_file, write_json
-from ..report.run_tables import checks_table, simulation_table
+from ..report.run_tables import checks_table
 from ..report.tables import batch_text, comparison_table, frontier_table, plan_caption, plan_table, rates_line
 from .cases import Case
 from .options import JsonFile, PlotFile, Request, count, option
@@ -86,8 +86,11 @@ def plan(
                 f"Plan {earlier.found.plan.fingerprint} was rejected: its simulated peak is {over} over the limit."
             )
         last = rounds[-1].simulation
-        screen.print("", simulation_table(estimate.memory.peak, last.peak_bytes, last.breakdown))
-        screen.print(f"Simulated FSDP2's step on fake tensors in {format_seconds(last.seconds)}.")
+        ours, theirs = estimate.memory.peak_bytes, last.peak_bytes
+        screen.print(
+            f"Peak of tensors: estimated {format_bytes(ours)}, simulated by FSDP2's step on fake tensors in"
+            f" {format_seconds(last.seconds)} {format_bytes(theirs)} ({100 * (ours / theirs - 1):+.1f} %)."
+        )
     if output is not None:
         write_json(plan_file_content(found, inputs), output)
         screen.print(f"Plan: {output}")

@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ..distributed.device import has_fixed_segments, prefer_expandable_segments
+from ..distributed.device import prefer_expandable_segments
 from ..errors import OSDPError
 from ..measurement.memory_limits import memory_limits, tightest
 from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware
-from ..planner.problem import PlanningProblem, Strategy
-from ..planner.search.compare import StrategyResult
-from ..planner.search.search import SearchResult, search
+from ..planner.search.search import SearchResult
 from ..planner.training_job import OptimizerSpec
 from ..preparation.job import Job, RunFolder
 from ..preparation.preflight import (
     Check,
     DeviceMemory,
-    Here,
-    bf16_on,
     checkpoint_bytes,
     device_memory,
     findings_of,
     memory_now,
-    slow_link,
     split_ties,
 )
 from ..preparation.recalibrate import estimated
@@ -138,30 +132,16 @@ class _Examination:
                 ),
             )
         prefer_expandable_segments()  # as a run does
-        here = Here(
-            bf16_on=bf16_on(hardware.device, "cuda"),
-            memory=_memory_here(hardware),
-            has_fixed_segments=case.device_type == "cuda" and torch.version.cuda is not None and has_fixed_segments(),
-        )
-        run, classes = replace(case.job, folder=folder), description.block_classes
-        findings = [*findings_of(run, description.units, classes, hardware, here), split_ties(case.model)]
+        run, memory, classes = replace(case.job, folder=folder), _memory_here(hardware), description.block_classes
+        findings = [*findings_of(run, description.units, classes, hardware), split_ties(case.model)]
         if found is not None:
-            findings.append(memory_now(here.memory, found.memory.peak_bytes, found.plan.communicators))
-            if case.config.strategy != Strategy.OSDP.value:
-                best = _best(replace(case.found.problem, strategy=Strategy.OSDP))
-                findings.append(slow_link(found.plan, hardware, found.time, best))
+            findings.append(memory_now(memory, found.memory.peak_bytes, found.plan.communicators))
         for finding in filter(None, findings):
             self.rows.setdefault(finding.check, []).append(
                 (finding.check.value, finding.severity.value, finding.message)
             )
-        for check, text in _passed(description, run, here.memory, hardware if found else None).items():
+        for check, text in _passed(description, run, memory if found else None).items():
             self.rows.setdefault(check, [(check.value, "ok", text)])
-
-
-def _best(problem: PlanningProblem) -> tuple[StrategyResult, ...]:
-    with suppress(OSDPError):  # nothing fits
-        return (StrategyResult(strategy=problem.strategy, result=search(problem)),)
-    return ()
 
 
 def _limit_text(limit_bytes: int, hardware: Hardware) -> str:
@@ -170,10 +150,8 @@ def _limit_text(limit_bytes: int, hardware: Hardware) -> str:
     return f"{format_bytes(limit_bytes)}, of which the device reserves {format_bytes(hardware.device.reserved_bytes)}{margin}"  # noqa: E501
 
 
-def _passed(
-    description: ModelDescription, job: Job, memory: DeviceMemory | None, planned_on: Hardware | None
-) -> dict[Check, str]:
-    """Return the texts of checks without a finding; `planned_on` is None if there is no plan."""
+def _passed(description: ModelDescription, job: Job, memory: DeviceMemory | None) -> dict[Check, str]:
+    """Return the texts of checks without a finding; `memory` is None if no plan was compared with it."""
     units, precision = description.units, job.precision.compute
     tied = "; ".join(" = ".join(names) for unit in units for names in unit.shared)
     texts = {
@@ -184,11 +162,8 @@ def _passed(
         Check.FROZEN: "none",
         Check.ALLOCATOR: "a run on CUDA uses expandable segments, or the margin leaves room for fragmentation",
     }
-    if planned_on is not None:
-        between = f"{format_bytes(planned_on.inter_node.bytes_per_s)}/s between nodes"
-        texts[Check.LINKS] = between if planned_on.nodes > 1 else "one node"
-        if memory is not None:
-            texts[Check.PROCESSES] = f"{format_bytes(memory.free_bytes)} of {memory.name} free here"
+    if memory is not None:
+        texts[Check.PROCESSES] = f"{format_bytes(memory.free_bytes)} of {memory.name} free here"
     if job.folder is not None:
         size = format_bytes(checkpoint_bytes(units, job.optimizer, adapters=job.folder.adapters))
         texts[Check.FOLDER] = f"{job.folder.path} is writable and has enough space; a checkpoint takes {size}"

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import InfeasibleError, OSDPError, nearest
+from ..errors import InfeasibleError, OSDPError, nearest, one_line
 from ..report.plan_file import write_json
 
 if TYPE_CHECKING:
@@ -107,12 +107,12 @@ def error_line(error: Exception, words: Sequence[str]) -> str | None:
         return None
     elif isinstance(error, InfeasibleError):
         text = error.on_command_line
-    return " ".join(text.split())
+    return one_line(text)
 
 
 def _usage_line(error: Any, words: Sequence[str]) -> str:  # noqa: ANN401  (click's UsageError, of one of two packages)
     """Return a usage error with the wrong value, if it is about a value."""
-    text = " ".join(error.format_message().replace("Value error, ", "").split()).rstrip(".")
+    text = one_line(error.format_message().replace("Value error, ", "")).rstrip(".")
     for option in getattr(getattr(error, "param", None), "opts", ()):
         for name, value in itertools.pairwise(words):
             if name == option:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import OSDPError, PlanMismatchError
+from ..errors import OSDPError, PlanMismatchError, one_line
 from ..modeling.identity import configuration_texts, modules_text
 from ..planner.plan import Plan
 from ..planner.training_job import OptimizerSpec, Precision
@@ -61,7 +61,7 @@ def _as_picklable(error: BaseException) -> tuple[type[Exception], str, dict[str,
     """Return the nearest error type that all ranks know, the message in one line, and the attributes that can be
     pickled.
     """
-    text = " ".join(str(error).split())
+    text = one_line(error)
     attributes = {
         name: value for name, value in vars(error).items() if isinstance(value, (int, float, str, tuple, type(None)))
     }

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
-from ..errors import LaunchError, OSDPError
+from ..errors import LaunchError, OSDPError, one_line
 from ..versions import package_versions
 from .device import prefer_expandable_segments
 from .launcher import (
@@ -360,7 +360,7 @@ def _poll(condition: Callable[[], bool], seconds: float) -> None:
 
 def _reason(error: Exception) -> str:
     """Return torch's message without its C++ stack, short enough for one line."""
-    return " ".join(str(error).split("Exception raised from")[0].split())[:160].rstrip(". ")
+    return one_line(str(error).split("Exception raised from")[0])[:160].rstrip(". ")
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..errors import OSDPError
+from ..errors import OSDPError, one_line
 from .launcher import launched_rank, launched_world_size, number
 
 _BETWEEN_RANKS_S = 5.0
@@ -30,7 +30,7 @@ def say_once(error: BaseException, name: str = "error") -> None:
     """Print an error in one line on stderr; on another rank than 0 after seconds, in which the launcher ends this
     rank if rank 0 has failed too.
     """
-    line = f"{name}: {' '.join(str(error).split())}"
+    line = f"{name}: {one_line(error)}"
     _log.debug("%s", line, exc_info=error)
     if launched_rank():
         time.sleep(_BETWEEN_RANKS_S * (2 if number("LOCAL_RANK") else 1))

@@ -23,8 +23,6 @@ from ..report.content import report_content, write_report
 from ..report.run_tables import Outcome, outcome_table, trials_table
 from ..report.tables import comparison_table, plan_caption, plan_table
 
-_MIN_SPEEDUP = 1.02
-"""Speedup by the estimates above which the planner's own choice is mentioned."""
 _WIDTH = 100
 """Columns if the output is not a terminal."""
 
@@ -58,12 +56,6 @@ def announce_plan(run: PlannedRun) -> None:
     )
     if run.comparison is not None and run.plan.memory_limit_bytes is not None:
         console.print("", comparison_table(run.comparison, run.plan.memory_limit_bytes), sep="\n")
-    if run.open_step_s is not None and run.plan.step_s and run.plan.step_s > _MIN_SPEEDUP * run.open_step_s:
-        console.print(
-            "Activation checkpointing recomputes every block. If the planner may choose, a step takes"
-            f" {format_seconds(run.open_step_s)} by"
-            f" the estimate, {run.plan.step_s / run.open_step_s:.2f} times as fast: switch checkpointing off."
-        )
     if run.gain is not None:
         console.print(run.gain.line)
     where = "" if run.hardware is None else f" for {run.hardware.summary}"

@@ -14,6 +14,7 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
+from ..errors import one_line
 from ..preparation.config import OSDPConfig, option_texts
 from .launch import launch_request
 
@@ -61,7 +62,7 @@ def one_line_errors(what: str = "", also: type[Exception] = ValueError) -> Itera
     try:
         yield
     except (ArgumentError, KeyError, OSError, TypeError, ValueError, yaml.YAMLError, also) as error:
-        raise ValueError(what + " ".join(str(error.__cause__ or error).split())) from error
+        raise ValueError(what + one_line(error.__cause__ or error)) from error
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

@@ -21,7 +21,7 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
 
 from ..checkpoint.resume import recorded_manifest
-from ..errors import refuse_first
+from ..errors import one_line, refuse_first
 from ..modeling.batch import Inputs
 from ..planner.optimizers import knows_trainer_name, spec_of_trainer_name
 from ..planner.training_job import OptimizerSpec, Precision
@@ -197,8 +197,9 @@ def _tiny_optimizer(trainer: Trainer, name: str) -> torch.optim.Optimizer:
             args, cast("Any", trainer.model)
         )
     except (ImportError, ValueError) as error:
-        why = " ".join(str(error).split()).rstrip(".")
-        raise ValueError(f"optim={name!r} cannot be made: {why}; do so, or use adamw_torch.") from None
+        raise ValueError(
+            f"optim={name!r} cannot be made: {one_line(error).rstrip('.')}; do so, or use adamw_torch."
+        ) from None
     return cast("torch.optim.Optimizer", cls([nn.Parameter(torch.zeros(1))], **options))
 
 

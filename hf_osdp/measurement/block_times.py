@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ..distributed.process_group import all_gather_objects
-from ..errors import ProfileError
+from ..errors import ProfileError, first_line
 from ..modeling.batch import loss_of, output_of, random_states_kept, same_random_numbers
 from ..modeling.build import build_on_meta, checkpoint_blocks, disable_cache
 from ..modeling.units import modules_by_name
@@ -26,7 +27,7 @@ from ..tracing.block_forms import change_blocks
 from ..tracing.describe import describe
 from ..tracing.options import ModelRun
 from ..tracing.pictures import UsualBatch
-from .model_copies import give_back, materialised, shortened
+from .model_copies import materialised, shortened
 from .stopwatch import ROOT, Sections, Stopwatch
 from .timing import cores_are_shared, over_ranks, rounds, trimmed_mean
 
@@ -78,7 +79,7 @@ def measure_block_times(
             part, passes = _measure_passes(timed, whole, description, device, seconds, at_start, shared)
     finally:
         if device.type == "cuda":
-            give_back(device)
+            clear_device_cache(garbage_collection=True)  # modules and hooks of the copy refer to each other
     return _segment_times(part, {size: _of_slowest_rank(one, cores_shared=shared) for size, one in passes.items()})
 
 
@@ -174,8 +175,7 @@ def _agreed(attempt: Callable[[], T]) -> T:
     except ProfileError as error:
         reason = str(error)
     except Exception as error:  # a model may raise anything
-        text = (str(error).splitlines() or [""])[0].rstrip(".")
-        reason = f"A copy of the model does not run: {type(error).__name__}: {text}."
+        reason = f"A copy of the model does not run: {first_line(error)}."
     if reason := next(filter(None, all_gather_objects(reason)), ""):
         raise ProfileError(reason)
     return result  # type: ignore[return-value]

@@ -44,27 +44,22 @@ _MAX_RANKS_FOR_ALL_SIZES = 8
 """Most ranks for which every group size is measured, in 12 groups."""
 
 
-def group_sizes(world: int, local: int, requested: Sequence[int] | None = None) -> tuple[list[int], list[int]]:
+def group_sizes(world: int, local: int, *, every: bool = False) -> tuple[list[int], list[int]]:
     """Return the sizes of the groups to measure: of those that gather and scatter, and of those that reduce replicas.
 
-    These are the `requested` sizes and the world's. None means every divisor of up to 8 ranks; with more ranks, only
-    the world, a node of `local` ranks, and the ranks at one position in all nodes, from which links and other sizes
-    follow (`planner/cost/collectives.py`): each group needs a barrier of all ranks in the store and a communicator, so
+    These are all divisors of up to 8 ranks, or of any number if `every`. Else they are the world, a node of `local`
+    ranks, and the ranks at one position in all nodes, from which links and other sizes follow
+    (`planner/cost/collectives.py`): each group needs a barrier of all ranks in the store and a communicator, so
     the 250 groups of 128 ranks would delay each start.
     """
-    shards = replicas = divisors(world) if requested is None else [*requested, world]
-    if requested is None and world > _MAX_RANKS_FOR_ALL_SIZES:
+    shards = replicas = [*divisors(world)]
+    if world > _MAX_RANKS_FOR_ALL_SIZES and not every:
         shards, replicas = [local, world], [world // local, world]
-    for size in shards:
-        if size < 1 or world % size:
-            raise ValueError(
-                f"group_sizes has {size}, which does not divide the {world} processes; use divisors of {world}."
-            )
     return [size for size in sorted(set(shards)) if size > 1], [size for size in sorted(set(replicas)) if size > 1]
 
 
 def measure_collectives(
-    device: torch.device, seconds: float, *, local: int, sizes: Sequence[int] | None = None
+    device: torch.device, seconds: float, *, local: int, every_size: bool = False
 ) -> tuple[CollectiveTiming, ...]:
     """Time all-gather, reduce-scatter and all-reduce, as FSDP2 issues them; return the slowest rank's timings.
     Collective.
@@ -79,12 +74,12 @@ def measure_collectives(
         seconds: about how long to measure in total. Three sizes are always timed, unless that takes more than 10
             seconds and more than four times as long: on a slow link messages are small and few.
         local: ranks on each node.
-        sizes: group sizes to measure, the same on every rank; None as in `group_sizes`.
+        every_size: measure groups of every size, see `group_sizes`.
     """
     limit_s = max(_LIMIT_S, _LIMIT_FACTOR * seconds)
     began = time.perf_counter()
     with ExitStack() as stack:
-        tests = _tests(*group_sizes(dist.get_world_size(), local, sizes), local, device, stack)
+        tests = _tests(*group_sizes(dist.get_world_size(), local, every=every_size), local, device, stack)
         wait_s = 0.0
         if cores_are_shared(device):
             wait_s = _wait_seconds(device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
 
@@ -18,7 +18,6 @@ from ..planner.description import DType
 from ..planner.hardware import Backend, DeviceSpec, Hardware
 from ..planner.presets import COMMUNICATOR_BYTES, preset
 from ..planner.profile import Profile, SegmentTimes
-from ..planner.training_job import divisors
 from ..versions import package_versions
 from .block_times import TimedModel, measure_block_times
 from .links import links_of, measure_collectives
@@ -38,7 +37,7 @@ more accurately.
 """
 
 
-def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Sequence[int] | None = None) -> Hardware:
+def measure_hardware(*, device_type: str, seconds: float = 1.0, every_size: bool = False) -> Hardware:
     """Measure compute, memory and links. Collective if torch.distributed is initialized.
 
     Args:
@@ -46,22 +45,22 @@ def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Seq
         seconds: about how long to measure compute, and again the collectives; FSDP2's overhead takes a third of it,
             and on CUDA the host a fifth. Setting up groups takes additional time. On a slow link the collectives take
             at most 10 seconds.
-        group_sizes: sizes of the groups whose collectives are measured; None means every divisor of up to 8 ranks, and
-            with more ranks the few sizes from which the links follow.
+        every_size: also with more than 8 ranks measure the collectives of groups of every size, not only of the few
+            from which the links follow.
 
     Returns:
         Figures of the slowest rank, the same on every rank. With one process there are no timings of collectives, and
         the links have the speed of memory. On the CPU there is no separate host.
 
     Raises:
-        ValueError: the device type is not known, or a group size does not divide the world size.
+        ValueError: the device type is not known.
         HardwareError: the device is missing, or ranks do not fill the nodes evenly.
     """
     device = measuring_device(device_type)
     world = world_size()
     local = find_topology().ranks_per_node
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    timings = measure_collectives(device, seconds, local=local, sizes=group_sizes) if world > 1 else ()
+    timings = measure_collectives(device, seconds, local=local, every_size=every_size) if world > 1 else ()
     spec = _measure_device(device, seconds, before)
     intra_node, inter_node = links_of(spec, timings, local=local, world=world)
     return Hardware(
@@ -93,7 +92,7 @@ def measure_profile(*, device_type: str, seconds: float = 10.0, model: TimedMode
         raise ValueError(f"seconds={seconds} must be positive and finite.")
     device = measuring_device(device_type)
     machine_s = seconds if model is None else seconds / 2
-    hardware = measure_hardware(device_type=device_type, seconds=machine_s / 2.4, group_sizes=divisors(world_size()))
+    hardware = measure_hardware(device_type=device_type, seconds=machine_s / 2.4, every_size=True)
     segments: tuple[SegmentTimes, ...] = ()
     name = ""
     if model is not None:

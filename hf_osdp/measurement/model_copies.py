@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -100,10 +99,3 @@ def _leading_count(keys: Sequence[Hashable], copies: int) -> int:
     for count, key in enumerate(keys, start=1):
         counts.setdefault(key, []).append(count)
     return max(numbers[:copies][-1] for numbers in counts.values())
-
-
-def give_back(device: torch.device) -> None:
-    """Free copies, whose modules and hooks refer to each other, and the allocator's cache."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 import weakref
 from collections import deque
@@ -69,7 +68,7 @@ class StepMeter:
     def __init__(
         self,
         device: torch.device | str,
-        held: Callable[[], Iterable[torch.Tensor]] | None = None,
+        held: Callable[[], Iterable[torch.Tensor]],
         *,
         clocked_steps: int = 1,
     ) -> None:
@@ -78,12 +77,10 @@ class StepMeter:
         Args:
             device: where the model runs, for example `"cuda"` or `"cpu"`.
             held: on the CPU, returns the tensors that count in addition to those that the second step makes, such as
-                `training_tensors`. None counts every tensor, including a data set in memory, as the allocator does on
-                CUDA.
+                `training_tensors`.
             clocked_steps: number of steps whose collectives are timed.
         """
-        self._clocked_steps = clocked_steps
-        self._held = held or existing_tensors
+        self._clocked_steps, self._held = clocked_steps, held
         self._device = torch.device(device)
         self._on_cuda = self._device.type == "cuda"
         self._durations: deque[tuple[Moment, Moment]] = deque(maxlen=_KEPT_STEPS)
@@ -190,16 +187,6 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
     yield from model.buffers()
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-
-
-def existing_tensors() -> Iterator[torch.Tensor]:
-    """Yield every tensor that Python can reach: parameters, optimizer state, buffers, data in memory."""
-    for candidate in gc.get_objects():
-        # isinstance would evaluate __class__ of proxies such as lazy modules.
-        if issubclass(type(candidate), torch.Tensor):
-            yield candidate
-            if candidate.is_leaf and candidate.grad is not None:
-                yield candidate.grad
 
 
 class LoopMeter:

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import update_wrapper
 from typing import Any, NamedTuple, cast
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from ..planner.placement import Activations
+from .replaced import setting
 from .wrapping import recomputation_of, recompute
 
 
@@ -217,16 +218,11 @@ def _page_locked(like: torch.Tensor) -> torch.Tensor:
 _ALLOCATE: ContextVar[Callable[[torch.Tensor], torch.Tensor | None]] = ContextVar("host memory", default=_page_locked)
 
 
-@contextmanager
-def host_memory(allocate: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
+def host_memory(allocate: Callable[[torch.Tensor], torch.Tensor | None]) -> AbstractContextManager[None]:
     """Allocate host memory for device tensors with `allocate` inside the context; if it returns None, nothing is
     copied.
     """
-    token = _ALLOCATE.set(allocate)
-    try:
-        yield
-    finally:
-        _ALLOCATE.reset(token)
+    return setting(_ALLOCATE, allocate)
 
 
 def host_tensor(like: torch.Tensor) -> torch.Tensor | None:

@@ -4,8 +4,7 @@ checkpointing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,8 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import CheckpointingError, DescriptionError
-from .replaced import replaced
+from ..errors import CheckpointingError, DescriptionError, first_line
 from .units import class_of
 
 _SEQ_TO_SEQ = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
@@ -43,7 +41,7 @@ def build_on_meta(config: object, auto_class: object = None) -> nn.Module:
         return model
     except (ImportError, RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         raise DescriptionError(
-            f"{cls.__name__} cannot be built from {type(config).__name__}: {_first_line(error)}. Pass auto_class, or"
+            f"{cls.__name__} cannot be built from {type(config).__name__}: {first_line(error)}. Pass auto_class, or"
             " the model itself."
         ) from error
 
@@ -66,7 +64,7 @@ def with_lora(model: nn.Module, rank: int, target_modules: Sequence[str] = ()) -
         return get_peft_model(model, options, low_cpu_mem_usage=True)
     except ValueError as error:
         raise DescriptionError(
-            f"LoRA adapters cannot be added to {type(model).__name__}: {_first_line(error)}."
+            f"LoRA adapters cannot be added to {type(model).__name__}: {first_line(error)}."
         ) from None
 
 
@@ -84,7 +82,7 @@ def checkpoint_blocks(model: nn.Module, block_classes: Sequence[str], *, trains:
         try:
             enable({"use_reentrant": False})
         except ValueError as error:
-            raise CheckpointingError(f"{_first_line(error)}. Leave activation checkpointing off.") from None
+            raise CheckpointingError(f"{first_line(error)}. Leave activation checkpointing off.") from None
         return
     blocks = [module for module in model.modules() if class_of(module).__name__ in block_classes]
     if not blocks:
@@ -102,16 +100,6 @@ def disable_cache(model: nn.Module) -> bool:
     for config in switched:
         config.use_cache = False
     return bool(switched)
-
-
-@contextmanager
-def without_checkpointing(model: nn.Module) -> Iterator[None]:
-    """Make a model's blocks save their activations inside the context, as without checkpointing."""
-    switched = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
-    with ExitStack() as stack:
-        for module in switched:
-            stack.enter_context(replaced(module, gradient_checkpointing=False))
-        yield
 
 
 def is_checkpointed(model: nn.Module) -> bool:
@@ -142,7 +130,3 @@ def _model_class(config: object, auto_class: object) -> object:
     raise DescriptionError(
         f"No model class is known for {type(config).__name__}; pass auto_class or the model itself."
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,10 +1,14 @@
-"""Replace attributes of modules, classes and objects for a while."""
+"""Replace attributes of modules, classes and objects, or set variables of a context, for a while."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -27,3 +31,13 @@ def replaced(owner: object, /, **values: object) -> Iterator[None]:
             remove(name)
         for name, value in before.items():
             put(name, value)
+
+
+@contextmanager
+def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Give a variable this value inside the context."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)

@@ -77,7 +77,7 @@ class Envelope:
     """Moments at which a kernel holds memory of its own."""
 
     @classmethod
-    def above(cls, moments: Iterable[Affine], *, single: float | None = None) -> Envelope:
+    def above(cls, moments: Iterable[Affine]) -> Envelope:
         """Return the upper envelope of many moments for b >= 1; moments that are never the highest are left out."""
         hull: list[Affine] = []
         for moment in sorted(moments, key=lambda moment: (moment.per_sample, moment.constant)):
@@ -87,7 +87,7 @@ class Envelope:
             ):
                 hull.pop()
             hull.append(moment)
-        return cls(pieces=tuple(hull) or (Affine(),), single=single)
+        return cls(pieces=tuple(hull) or (Affine(),))
 
     def bytes(self, samples: int) -> int:
         """Return the peak as whole bytes, rounded up and never negative."""

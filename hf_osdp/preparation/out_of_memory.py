@@ -18,7 +18,7 @@ from torch import nn
 
 from ..distributed import restart
 from ..distributed.fsdp_internals import TrainingState, UnitGroup, parameter_groups
-from ..errors import InfeasibleError
+from ..errors import InfeasibleError, one_line
 from ..modeling.units import modules_by_name
 from ..planner.description import GatherSpan, UnitDescription
 from ..planner.placement import HOST_OPTIONS
@@ -147,7 +147,7 @@ class OutOfMemoryHandler:
         """
         if not is_out_of_memory(error) or hasattr(error, "explained_by_osdp"):
             return
-        original = " ".join(str(error).split())
+        original = one_line(error)  # `explain` may change it
         try:
             text, limit_bytes = self.explain(error)
         except Exception:  # a failed explanation must not replace the error itself

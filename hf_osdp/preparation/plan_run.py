@@ -15,16 +15,15 @@ from ..distributed.consensus import require_same_run
 from ..distributed.device import own_gpu
 from ..distributed.mesh import Meshes, find_topology, rank
 from ..distributed.said_once import say_while_planning
-from ..errors import OSDPError, PlanError, refuse_first
+from ..errors import PlanError, refuse_first
 from ..modeling.batch import check_inputs
-from ..modeling.build import without_checkpointing
 from ..modeling.quantized import pack
 from ..planner.description import ModelDescription, UnitDescription
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem
 from ..planner.search.compare import StrategyResult
-from ..planner.search.search import SearchResult, search
+from ..planner.search.search import SearchResult
 from ..planner.training_job import OptimizerSpec
 from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
@@ -33,9 +32,9 @@ from ..tracing.options import TRACED_MICRO_BATCH
 from ..tracing.pictures import UsualBatch
 from .block_forms import FormGain, find_form
 from .config import OSDPConfig
-from .find_plan import Describer, FoundPlan, plan_from_rank_zero
+from .find_plan import Describer, plan_from_rank_zero
 from .job import Job
-from .preflight import Finding, check_model, findings_of, looked_up, memory_now, merged_findings, slow_link
+from .preflight import Finding, check_model, device_memory, findings_of, memory_now, merged_findings
 from .probe import Trial, probe
 from .recalibrate import Round, estimated, recalibrate
 
@@ -58,10 +57,6 @@ class PlannedRun:
     """Other strategies at their own best batch sizes; on rank 0 only, and None unless requested."""
     planning_s: float = 0.0
     """Seconds for describing, measuring, searching and trying."""
-    open_step_s: float | None = None
-    """Estimated seconds of a step if the planner decided about recomputation; None if it does, or without an
-    estimate.
-    """
     gain: FormGain | None = None
     """Estimated gain of the blocks' other form, if requested; None if it was not or cannot be estimated."""
     rounds: tuple[Round, ...] = ()
@@ -133,27 +128,7 @@ def _searched(model: nn.Module, job: Job) -> PlannedRun:
     if rank() != 0:
         return run
     comparison = tuple(found.compared()) if config.compare else None
-    return replace(
-        run,
-        search=estimated(problem, plan),
-        comparison=comparison,
-        open_step_s=None if rounds else _open_step_s(found),
-    )
-
-
-def _open_step_s(found: FoundPlan) -> float | None:
-    """Return the estimated seconds of a step if the planner decided what is recomputed; None if it does, or without
-    an estimate.
-    """
-    job = found.builder.job
-    if not (job.trains and found.problem.description.recomputed_by_others):
-        return None
-    try:
-        with without_checkpointing(found.builder.model):
-            builder = found.builder.for_job(replace(job.asking(recompute=None), activation_checkpointing=False))
-            return search(replace(builder.build(), memory_limit_bytes=found.problem.memory_limit_bytes)).time.step_s
-    except (OSDPError, ValueError):  # the estimate is only advice
-        return None
+    return replace(run, search=estimated(problem, plan), comparison=comparison)
 
 
 def _trial(model: nn.Module, job: Job, problem: PlanningProblem) -> Trial:
@@ -248,14 +223,9 @@ def check_given_plan(plan: Plan, config: OSDPConfig, peak_bytes: int) -> None:
 def _findings(run: PlannedRun, job: Job, model: nn.Module) -> tuple[Finding, ...]:
     """Return the findings of all ranks; raise PreflightError if one is an error. Collective."""
     plan, hardware = run.plan, run.hardware
-    here, found = looked_up(job.device_type, hardware, model), []
     if hardware is not None and plan.peak_bytes is not None:
         needed_bytes = plan.peak_bytes - hardware.outside_bytes(plan.communicators)
     else:
         needed_bytes = run.inputs.estimate(plan).memory.peak_bytes
-    found.append(memory_now(here.memory, needed_bytes, plan.communicators))
-    if run.search is not None and job.config.strategy != "osdp":  # else no other is faster
-        found.append(slow_link(plan, hardware, run.search.time, run.comparison or ()))
-    return merged_findings(
-        [*findings_of(job, run.units, run.inputs.description.block_classes, hardware, here), *found]
-    )
+    found = memory_now(device_memory(job.device_type, model), needed_bytes, plan.communicators)
+    return merged_findings([*findings_of(job, run.units, run.inputs.description.block_classes, hardware), found])

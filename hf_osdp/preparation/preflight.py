@@ -21,21 +21,14 @@ from ..distributed.process_group import all_gather_objects
 from ..errors import PreflightError
 from ..measurement.memory_limits import memory_limits, tightest
 from ..modeling.batch import without_adapters
-from ..planner.cost.timing import TimeEstimate
 from ..planner.description import DType, UnitDescription
 from ..planner.hardware import DeviceSpec, Hardware
-from ..planner.plan import Plan
 from ..planner.presets import COMMUNICATOR_BYTES, CONTEXT_BYTES
-from ..planner.search.compare import StrategyResult
 from ..planner.training_job import OptimizerSpec, Precision
-from ..quantities import format_bytes, format_count, format_seconds
+from ..quantities import format_bytes, format_count
 from .job import Job, RunFolder
 
 _NUMBERED = re.compile(r"\.(\d+)(?=\.)")
-_MAX_WAITING = 0.25
-"""A link is slow if a step waits for communication for more than this share of its time."""
-_MIN_SPEEDUP = 1.1
-"""Recommend another strategy only if its step is this many times as fast."""
 _FIXED_SEGMENTS_MARGIN = 0.2
 """Largest share of a limit that is lost in gaps between tensors with segments that do not expand
 (docs/estimates.md).
@@ -58,7 +51,6 @@ class Check(str, Enum):
     DEVICES = "devices"
     LIMIT = "memory limit"
     PLAN = "plan"
-    LINKS = "links"
     ALLOCATOR = "allocator"
     PROCESSES = "device memory"
     FOLDER = "output folder"
@@ -100,17 +92,6 @@ class DeviceMemory:
     """Bytes that this process's tensors already hold, or its allocator reserves."""
     sharing: int = 1
     """Number of ranks that share the memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Here:
-    """What this machine says about a run."""
-
-    bf16_on: str | None = None
-    """The device's name if it computes bfloat16 as fast as float16."""
-    memory: DeviceMemory | None = None
-    has_fixed_segments: bool = False
-    """CUDA's allocator uses segments that do not expand."""
 
 
 def refuse_errors(findings: Iterable[Finding | None]) -> None:
@@ -223,35 +204,6 @@ def fp16_for_bf16(precision: Precision, native_on: str | None) -> Finding | None
     return Finding(Check.FP16, Severity.WARNING, message)
 
 
-def slow_link(
-    plan: Plan, hardware: Hardware | None, time: TimeEstimate | None, others: Sequence[StrategyResult] = ()
-) -> Finding | None:
-    """Find units whose gathers cross a link between nodes that makes every step wait.
-
-    `time` is the plan's, and `others` are estimates of other strategies under the same limit, if made.
-    """
-    if hardware is None or time is None or hardware.nodes == 1 or not time.step_s:
-        return None
-    crossing = sum(unit.shard_size > hardware.devices_per_node and not unit.two_stage for unit in plan.units)
-    waiting = time.total("exposed_s") / time.step_s
-    if not crossing or waiting <= _MAX_WAITING:
-        return None
-    remedy = "try strategy=osdp, hsdp or two_stage"
-    if plans := [row.result.plan for row in others if row.result is not None]:
-        best = max(plans, key=lambda p: p.samples_per_s or 0.0)
-        gain = (best.samples_per_s or 0.0) / (plan.global_batch_size / time.step_s)
-        if gain < _MIN_SPEEDUP:
-            return None
-        remedy = f"strategy={best.strategy} is estimated to be {gain:.1f} times as fast under the same limit"
-    message = (
-        f"{crossing} of {len(plan.units)} units are sharded across {hardware.nodes} nodes over"
-        f" {format_bytes(hardware.inter_node.bytes_per_s)}/s, and {100 * waiting:.0f} % of a step of"
-        f" {format_seconds(time.step_s)} waits"
-        f" for communication; {remedy}."
-    )
-    return Finding(Check.LINKS, Severity.WARNING, message)
-
-
 def fixed_segments(hardware: Hardware) -> Finding | None:
     """Find a margin that is smaller than the gaps that segments without expansion may have."""
     if hardware.free_share >= _FIXED_SEGMENTS_MARGIN:
@@ -355,19 +307,20 @@ def _nearest(folder: RunFolder) -> Path:
 
 
 def findings_of(
-    job: Job, units: Sequence[UnitDescription], classes: Sequence[str] | None, hardware: Hardware | None, here: Here
+    job: Job, units: Sequence[UnitDescription], classes: Sequence[str] | None, hardware: Hardware | None
 ) -> list[Finding | None]:
     """Return this process's findings about a model on its devices, apart from its plan.
 
     `classes` are the classes of its blocks; None does not check the requested ones.
     """
+    fixed = job.device_type == "cuda" and torch.version.cuda is not None and has_fixed_segments()
     return [
         whole_in_one_unit(units),
         None if classes is None else unused_block_classes(job.config.block_classes, classes),
         no_masters(units, job.precision),
-        fp16_for_bf16(job.precision, here.bf16_on),
+        fp16_for_bf16(job.precision, bf16_on(None if hardware is None else hardware.device, job.device_type)),
         frozen(units, in_optimizer=job.frozen_in_optimizer),
-        fixed_segments(hardware) if here.has_fixed_segments and hardware is not None else None,
+        fixed_segments(hardware) if fixed and hardware is not None else None,
         None if job.folder is None else not_writable(job.folder) or too_small(job.folder, units, job.optimizer),
     ]
 
@@ -410,15 +363,6 @@ def device_memory(device_type: str, model: nn.Module | None = None) -> DeviceMem
     held = sum(p.nbytes for p in (model.parameters() if model else ()) if p.device.type == "cpu")
     return DeviceMemory(
         name="cpu", total_bytes=memory.total_bytes, free_bytes=memory.free_bytes, own_bytes=ranks * held, sharing=ranks
-    )
-
-
-def looked_up(device_type: str, hardware: Hardware | None, model: nn.Module) -> Here:
-    """Return what this process's machine says. Collective."""
-    return Here(
-        bf16_on=bf16_on(None if hardware is None else hardware.device, device_type),
-        memory=device_memory(device_type, model),
-        has_fixed_segments=device_type == "cuda" and has_fixed_segments(),
     )
 
 

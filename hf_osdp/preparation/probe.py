@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from ..distributed.device import free_workspaces
 from ..distributed.mesh import Meshes, destroy_mesh, find_topology
-from ..measurement.model_copies import empty_copy, fill, give_back
+from ..measurement.model_copies import empty_copy, fill
 from ..measurement.step_meter import Observation, StepMeter, training_tensors
 from ..measurement.timing import over_ranks
 from ..modeling.batch import Inputs, random_states_kept
@@ -60,7 +61,7 @@ def probe(plan: Plan, trial: Trial, meshes: Meshes | None, *, timed_steps: int =
     find_topology()  # collective and cached; call it before ranks may fail one by one
     with random_states_kept([trial.device] if trial.device.type == "cuda" else []):
         seen = (_on_cuda if trial.device.type == "cuda" else _observe)(plan, trial, meshes, timed_steps)
-    give_back(trial.device)
+    clear_device_cache(garbage_collection=True)
     return seen
 
 
@@ -80,7 +81,7 @@ def _on_cuda(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int) 
     finally:
         if alone is not None:
             alone.close()
-    give_back(trial.device)
+    clear_device_cache(garbage_collection=True)
     if over_ranks([failed])[0]:
         return Observation(steps=0, median_step_s=None, out_of_memory=True)
     seen = _observe(plan, trial, meshes, timed_steps)

@@ -16,7 +16,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from ..distributed.mesh import Meshes
 from ..errors import OSDPError
@@ -24,7 +23,6 @@ from ..modeling.batch import Loss, same_random_numbers, traceable
 from ..modeling.build import build_on_meta, checkpoint_blocks
 from ..modeling.replaced import replaced
 from ..planner.cost.correction import Correction
-from ..planner.cost.memory import MemoryBreakdown
 from ..planner.description import ModelDescription
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
@@ -40,9 +38,10 @@ from ..tracing.block_forms import forms_in_trace
 from ..tracing.cuda_kernels import CudaKernels
 from ..tracing.fake_model import fake_copy
 from ..tracing.known_values import KnownValues
-from ..tracing.memory_tracker import CUDA_BLOCK_BYTES, Kind, MemoryTracker
+from ..tracing.memory_tracker import CUDA_BLOCK_BYTES, MemoryTracker, Place
 from ..tracing.options import ModelRun
 from ..tracing.pictures import UsualBatch
+from ..tracing.tensors import tensors_in
 
 _OPTIONS = {"device_type", "capability", "auto_class", "inputs", "images", "activation_checkpointing", "loss"}
 """Accepted fields of `ModelRun`; the description contains the others."""
@@ -58,8 +57,6 @@ class Simulation:
 
     peak_bytes: int
     """Most bytes of live tensors at once, without what the device reserves for itself."""
-    breakdown: MemoryBreakdown
-    """The peak by kind of memory."""
     host_bytes: int
     """Most bytes on the host at once, of units that are kept there."""
     seconds: float
@@ -116,7 +113,6 @@ def simulate(
         fakes = known.fakes_of(batch, mode)
         forms.memory = memory = MemoryTracker(
             block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1,
-            by_kind=True,
             locks_pages=on_cuda,
             processors=None if cuda is None else cuda.processors,
         )
@@ -130,9 +126,6 @@ def simulate(
         _run_step(fake, optimizer, fakes, plan, job, memory, chosen.loss)
     return Simulation(
         peak_bytes=memory.peak_bytes,
-        breakdown=MemoryBreakdown(
-            **{kind.value: n for kind, n in memory.peak_by_kind.items() if kind is not Kind.HOST}
-        ),
         host_bytes=memory.host_peak_bytes,
         seconds=time.perf_counter() - started,
     )
@@ -201,19 +194,15 @@ def _run_step(
 ) -> None:
     """Run one optimizer step and track its memory, with the optimizer states of an earlier step in place."""
     host = host_parameters(model)
-    memory.track(host, Kind.HOST, pinned=True)
-    memory.track(model.parameters(), Kind.PARAMETERS)
+    memory.track(host, Place.PINNED)
+    memory.track(model.parameters())
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    memory.track(_states_of(optimizer, optimizer.state), Kind.OPTIMIZER)
-    memory.track(_states_of(optimizer, host), Kind.HOST)
-    memory.track(
-        [*model.buffers(), *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))],
-        Kind.MODEL_BUFFERS,
-    )
+    memory.track(_states_of(optimizer, host), Place.HOST)
+    memory.track([*_states_of(optimizer, optimizer.state), *model.buffers(), *tensors_in(dict(batch))])
     memory.reset_peak()
     # the norm takes a few bytes, and its value cannot be read from a fake tensor
     train_step(model, optimizer, batch, plan, replace(job, clips_gradients=False), loss)

@@ -8,11 +8,10 @@ from typing import Any, TypeAlias
 
 from rich.table import Column, Table
 
-from ..planner.cost.memory import MemoryBreakdown, Moment
 from ..planner.hardware import Hardware
 from ..planner.profile import Profile
 from ..quantities import format_bytes, format_seconds
-from .tables import bytes_by_kind, make_table
+from .tables import make_table
 
 Outcome: TypeAlias = tuple[str, float | None, float | None]
 """A name, the estimate, and the measurement."""
@@ -51,20 +50,6 @@ def outcome_table(nbytes: Sequence[Outcome], seconds: Sequence[Outcome]) -> Tabl
     rows = [*(cells(row, format_bytes) for row in nbytes), *(cells(row, format_seconds) for row in seconds)]
     return make_table(
         "Estimated and measured", rows, text=[""], figures=["estimated", "measured", "estimate / measured"]
-    )
-
-
-def simulation_table(estimated: Moment, simulated_bytes: int, simulated: MemoryBreakdown) -> Table:
-    """Return the bytes at the peak by kind: the estimate, and the allocations of FSDP2's real step on fake tensors."""
-    ours, theirs = bytes_by_kind(estimated.breakdown), bytes_by_kind(simulated)
-    pairs = {name: (ours[name], theirs[name]) for name in theirs} | {"peak": (estimated.total_bytes, simulated_bytes)}
-    rows = [
-        [name, format_bytes(estimate), format_bytes(real), f"{100 * (estimate / real - 1):+.1f} %" if real else "-"]
-        for name, (estimate, real) in pairs.items()
-        if estimate or real
-    ]
-    return make_table(
-        "Peak of tensors, estimated and simulated", rows, text=[""], figures=["estimated", "simulated", "error"]
     )
 
 

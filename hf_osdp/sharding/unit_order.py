@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ from torch import nn
 
 from ..distributed.fsdp_internals import FSDPParam, TrainingState, UnitGroup, parameter_groups, whole_parameter
 from ..distributed.process_group import all_gather_objects
+from ..modeling.replaced import setting
 from .unit_agreement import (
     GATHER,
     REDUCE,
@@ -45,16 +46,11 @@ _LATER = 2
 _generates = ContextVar("generates", default=False)
 
 
-@contextmanager
-def generating() -> Iterator[None]:
+def generating() -> AbstractContextManager[None]:
     """Let calls of a model's parts belong to its next whole call: `generate` encodes pictures first, on ranks that
     have any.
     """
-    token = _generates.set(True)
-    try:
-        yield
-    finally:
-        _generates.reset(token)
+    return setting(_generates, True)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..errors import CheckpointingError, DescriptionError, DescriptionTimeoutError, ManyOperatorsError
+from ..errors import CheckpointingError, DescriptionError, DescriptionTimeoutError, ManyOperatorsError, first_line
 from ..modeling.batch import check_sequence_length, plain_batch, with_row_length
 from ..modeling.build import build_on_meta, is_checkpointed
 from ..modeling.quantized import packed_copy, restored_elements
@@ -201,11 +201,11 @@ class _Describer:
             if self._options.cast_dtype is not None and (others := _other_dtypes(error, self._dtype)):
                 raise DescriptionError(
                     f"{self._name} computes in {others} inside a block{_where(error)}, whose weights FSDP2 gathers in"
-                    f" {self._dtype.value} ({_reason(error)}). Train it without mixed precision, or in one process,"
+                    f" {self._dtype.value} ({first_line(error)}). Train it without mixed precision, or in one process,"
                     " which computes under autocast."
                 ) from error
             raise DescriptionError(
-                f"{self._name} cannot be traced on fake tensors{_where(error)}: {_reason(error)}. Pass inputs that"
+                f"{self._name} cannot be traced on fake tensors{_where(error)}: {first_line(error)}. Pass inputs that"
                 " its forward accepts; a custom operator needs a fake kernel (PyTorch's register_fake)."
             ) from error
         if split.is_none:
@@ -227,7 +227,7 @@ class _Describer:
         self._options = replace(self._options, loss=None)
         _log.warning(
             "The loss of %s depends on values that a trace does not have (%s): the estimate has the model's work, and"
-            " that of its outputs' means in place of the loss.", self._name, _reason(error),
+            " that of its outputs' means in place of the loss.", self._name, first_line(error),
         )  # fmt: skip
         return True
 
@@ -265,7 +265,7 @@ class _Describer:
                 if not choices or isinstance(error, (DescriptionTimeoutError, FormError)):
                     raise
                 _log.debug("The trace failed.", exc_info=True)
-                problem = _reason(error)
+                problem = first_line(error)
         if problem:
             tried, able = ([text for one in some for text in one.describe()] for some in (every[0], choices))
             lost = " or ".join(dict.fromkeys(text for text in tried if text not in able))
@@ -346,10 +346,6 @@ class _Describer:
             pairs.append((held, in_forward))
         batch, cast = (Affine(constant=2 * one - two, per_sample=two - one) for one, two in zip(*pairs, strict=True))
         return batch, cast
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}".rstrip(".: ")
 
 
 def _other_dtypes(error: Exception, dtype: DType) -> str:

@@ -1,4 +1,4 @@
-"""Track live tensor storages, operator by operator, on real or fake tensors: bytes on device and host, by kind."""
+"""Track live tensor storages, operator by operator, on real or fake tensors: bytes on device and host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._guards import active_fake_mode
@@ -29,42 +29,16 @@ c10/cuda/CUDACachingAllocator.cpp).
 """
 
 
-class Kind(str, Enum):
-    """What bytes hold, as named in `MemoryBreakdown`, or that they are on the host."""
+class Place(Enum):
+    """Where a storage lies: on the device, or in the host's memory, which may be page-locked."""
 
-    PARAMETERS = "parameters"
-    GRADIENTS = "gradients"
-    OPTIMIZER = "optimizer"
-    ACTIVATIONS = "activations"
-    GATHERED = "gathered"
-    BUFFERS = "buffers"
-    MODEL_BUFFERS = "model_buffers"
-    HOST = "host"
-
-
-FSDP2_ALLOCATIONS = {
-    ("_fsdp_collectives.py", "foreach_all_gather"): Kind.GATHERED,
-    ("_fsdp_collectives.py", "foreach_all_gather_copy_out"): Kind.GATHERED,
-    ("_fsdp_collectives.py", "foreach_reduce"): Kind.BUFFERS,
-    ("_fsdp_param.py", "init_all_gather_outputs"): Kind.GATHERED,
-    ("_fsdp_param.py", "alloc_all_gather_outputs"): Kind.GATHERED,
-    ("_fsdp_param.py", "init_unsharded_param"): Kind.GATHERED,
-    ("_fsdp_param.py", "to_accumulated_grad_if_needed"): Kind.GRADIENTS,
-    ("_fsdp_param.py", "accumulate_unsharded_grad_if_needed"): Kind.GRADIENTS,
-}
-"""Functions of FSDP2, which is not imported here, with the kind of their allocations."""
-
-
-class _Target(NamedTuple):
-    kind: Kind
-    pinned: bool = False
+    DEVICE, HOST, PINNED = range(3)
 
 
 @dataclass(slots=True)
 class _Storage:
     reference: weakref.ref[torch.UntypedStorage]
-    kind: Kind
-    pinned: bool
+    place: Place
     nbytes: int = 0
 
 
@@ -80,7 +54,6 @@ class MemoryTracker(SkippableMode):
     Args:
         block_bytes: each storage on the device is rounded up to a multiple of this: 512 on CUDA, 1 on the CPU.
         device_type: count only storages on this type of device; None counts all except `meta`.
-        by_kind: find the kind of each storage from the function that allocates it; else all are activations.
         locks_pages: pinned host memory is rounded as `pinned_bytes` does.
         processors: count what this device's kernels take while they run, where it is known; None counts none.
     """
@@ -90,54 +63,34 @@ class MemoryTracker(SkippableMode):
         *,
         block_bytes: int = CUDA_BLOCK_BYTES,
         device_type: str | None = None,
-        by_kind: bool = False,
         locks_pages: bool = False,
         processors: Processors | None = None,
     ) -> None:
         super().__init__()
         self._processors = processors
-        self._block_bytes, self._device_type, self._by_kind, self._locks_pages = (
-            block_bytes,
-            device_type,
-            by_kind,
-            locks_pages,
-        )
+        self._block_bytes, self._device_type, self._locks_pages = block_bytes, device_type, locks_pages
         self._storages: dict[int, _Storage] = {}
-        self._target: _Target | None = None
+        self._target: Place | None = None
         self._fake_mode: object = None
-        self._live = dict.fromkeys(Kind, 0)
         self.current_bytes = self.peak_bytes = 0
         """Live bytes on the device: now, and the peak since the start or the last `reset_peak`."""
-        self.host_peak_bytes = 0
-        self.peak_by_kind = dict(self._live)
-        """Bytes of each kind when the device's peak was reached."""
+        self._host_bytes = self.host_peak_bytes = 0
 
     def reset_peak(self) -> None:
         """Reset the peaks to the bytes that are live now."""
-        self.peak_bytes, self.host_peak_bytes, self.peak_by_kind = (
-            self.current_bytes,
-            self._live[Kind.HOST],
-            dict(self._live),
-        )
+        self.peak_bytes, self.host_peak_bytes = self.current_bytes, self._host_bytes
 
-    def track(self, tensors: Iterable[torch.Tensor | None], kind: Kind | None = None, *, pinned: bool = False) -> None:
-        """Count tensors that were made outside, for example parameters and optimizer states.
-
-        `kind` also changes the kind of storages that are counted already, except those on the host; None finds it from
-        the calling functions. `pinned` tensors are in page-locked host memory.
+    def track(self, tensors: Iterable[torch.Tensor | None], place: Place = Place.DEVICE) -> None:
+        """Count tensors that were made outside, for example parameters and optimizer states; those that already count
+        on the device move to the host if `place` says so.
         """
         for tensor, storage in storages_in(list(tensors)):
             if not self._counts(tensor):
                 continue
             entry = self._storages.get(storage._cdata)
-            if entry is not None and kind is not None and entry.kind is not Kind.HOST:
-                if kind is Kind.HOST:
-                    self._forget(storage._cdata)
-                else:
-                    self._live[entry.kind] -= entry.nbytes
-                    self._live[kind] += entry.nbytes
-                    entry.kind = kind
-            with self._targeting(None if kind is None else _Target(kind, pinned)):
+            if entry is not None and entry.place is Place.DEVICE is not place:
+                self._forget(storage._cdata)
+            with self._targeting(place):
                 self._update(storage)
 
     @contextmanager
@@ -157,7 +110,7 @@ class MemoryTracker(SkippableMode):
                 return tensor.clone()
 
         def allocate(like: torch.Tensor) -> torch.Tensor:
-            with self._targeting(_Target(Kind.HOST, pinned=True)):
+            with self._targeting(Place.PINNED):
                 return torch.empty_like(like)
 
         with replaced(torch.Tensor, to=to), host_memory(allocate):
@@ -188,10 +141,10 @@ class MemoryTracker(SkippableMode):
         if any(map(is_dtensor, types)):
             return NotImplemented  # DTensor then calls operators on local tensors, which are counted here
         kwargs, target = kwargs or {}, self._target
-        if target is None and self._live[Kind.HOST]:
+        if target is None and self._host_bytes:
             read = (self._storages.get(storage._cdata) for _, storage in storages_in((args, kwargs)))
-            if any(storage is not None and storage.kind is Kind.HOST for storage in read):
-                target = _Target(Kind.HOST)
+            if any(storage is not None and storage.place is not Place.DEVICE for storage in read):
+                target = Place.HOST
         with self._targeting(target):
             result = call_operator(func, args, kwargs)
             self._update_results(result, () if func is torch.ops.aten.lift_fresh.default else (args, kwargs))
@@ -218,30 +171,28 @@ class MemoryTracker(SkippableMode):
         key, nbytes = storage._cdata, storage.nbytes()
         entry = self._storages.get(key)
         if entry is None:
-            kind, pinned = self._target or (self._kind_of_caller() if self._by_kind else Kind.ACTIVATIONS, False)
-            entry = self._storages[key] = _Storage(weakref.ref(storage, lambda _: self._forget(key)), kind, pinned)
+            place = self._target or Place.DEVICE
+            entry = self._storages[key] = _Storage(weakref.ref(storage, lambda _: self._forget(key)), place)
         before = entry.nbytes
-        if entry.kind is Kind.HOST:
-            entry.nbytes = pinned_bytes(nbytes) if entry.pinned and self._locks_pages else nbytes
-            self._live[Kind.HOST] += entry.nbytes - before
-            self.host_peak_bytes = max(self.host_peak_bytes, self._live[Kind.HOST])
+        if entry.place is not Place.DEVICE:
+            entry.nbytes = pinned_bytes(nbytes) if entry.place is Place.PINNED and self._locks_pages else nbytes
+            self._host_bytes += entry.nbytes - before
+            self.host_peak_bytes = max(self.host_peak_bytes, self._host_bytes)
             return
         entry.nbytes = -(-nbytes // self._block_bytes) * self._block_bytes
         self.current_bytes += entry.nbytes - before
-        self._live[entry.kind] += entry.nbytes - before
         self._count_peak()
 
     def _count_peak(self, scratch_bytes: int = 0) -> None:
         """Raise the peak to the live bytes and those that a kernel takes."""
-        if self.current_bytes + scratch_bytes > self.peak_bytes:
-            self.peak_bytes, self.peak_by_kind = self.current_bytes + scratch_bytes, dict(self._live)
-            self.peak_by_kind[Kind.ACTIVATIONS] += scratch_bytes
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes + scratch_bytes)
 
     def _forget(self, key: int) -> None:
         storage = self._storages.pop(key)
-        self._live[storage.kind] -= storage.nbytes
-        if storage.kind is not Kind.HOST:
+        if storage.place is Place.DEVICE:
             self.current_bytes -= storage.nbytes
+        else:
+            self._host_bytes -= storage.nbytes
 
     def _counts(self, tensor: torch.Tensor) -> bool:
         if isinstance(tensor, FakeTensor):
@@ -251,27 +202,8 @@ class MemoryTracker(SkippableMode):
             return False
         return self._device_type is None or tensor.device.type == self._device_type
 
-    def _kind_of_caller(self) -> Kind:
-        """Return the kind of a new storage from the functions that are running; activations if none of them is
-        known.
-        """
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None:
-            code = frame.f_code
-            kind = FSDP2_ALLOCATIONS.get((code.co_filename.rpartition("/")[2], code.co_name))
-            if kind is Kind.BUFFERS and frame.f_locals.get("reduce_scatter_input") is not None:
-                return (
-                    Kind.GRADIENTS
-                )  # a reduction's first storage is the buffer that is sent; the others become gradients
-            if kind is not None:
-                return kind
-            if "/torch/optim/" in code.co_filename:
-                return Kind.BUFFERS
-            frame = frame.f_back
-        return Kind.ACTIVATIONS
-
     @contextmanager
-    def _targeting(self, target: _Target | None) -> Iterator[None]:
+    def _targeting(self, target: Place | None) -> Iterator[None]:
         before, self._target = self._target, target
         try:
             yield
@@ -279,11 +211,11 @@ class MemoryTracker(SkippableMode):
             self._target = before
 
 
-def _copy_target(caller: FrameType) -> _Target | None:
-    """Return what FSDP2's copy between host and device makes; None for other callers of `Tensor.to`."""
+def _copy_target(caller: FrameType) -> Place | None:
+    """Return where FSDP2's copy between host and device lies; None for other callers of `Tensor.to`."""
     match caller.f_code.co_filename.rpartition("/")[2], caller.f_code.co_name:
         case "_fsdp_param.py", "all_gather_inputs":
-            return _Target(Kind.GATHERED)
+            return Place.DEVICE
         case "_fsdp_collectives.py", "foreach_reduce":  # a gradient that is accumulated is copied to unpinned memory
-            return _Target(Kind.HOST, pinned=not caller.f_locals["to_accumulate_grad"])
+            return Place.HOST if caller.f_locals["to_accumulate_grad"] else Place.PINNED
     return None

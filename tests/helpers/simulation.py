@@ -212,5 +212,4 @@ def estimate_and_simulation(
     """Return the estimate of a plan, and its step on fake tensors; `options` are those of `simulate`."""
     plan = Plan.of(description, layouts, batch, world_size=world)
     simulated = simulate(model, plan, description=description, job=job, **options)
-    assert simulated.breakdown.total == simulated.peak_bytes
     return estimate_memory(description, layouts, world, job, batch), simulated

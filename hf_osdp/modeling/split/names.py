@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,7 @@ from torch import nn
 
 from ...errors import OSDPError
 from ..parts import canonical_name
+from ..replaced import setting
 from .modules import SplitOperator
 
 Join = Callable[[Sequence[Any], "WholeParameter"], Any]
@@ -209,16 +210,11 @@ def keep_positions(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         optimizer.register_load_state_dict_pre_hook(partial(_split_positions, model))
 
 
-@contextmanager
-def own_positions() -> Iterator[None]:
+def own_positions() -> AbstractContextManager[None]:
     """Inside the context, state dicts of optimizers use the slices' positions, as torch's functions that use names
     expect.
     """
-    token = _OWN_POSITIONS.set(True)
-    try:
-        yield
-    finally:
-        _OWN_POSITIONS.reset(token)
+    return setting(_OWN_POSITIONS, True)
 
 
 def at_positions(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ...errors import OSDPError
+from ...errors import OSDPError, first_line
 from ...planner.optimizers import ADAFACTOR, ADVICE, NEEDS_WHOLE, TORCH_STATES, reason_against, step_of
 from ...planner.training_job import OptimizerSpec, OptimizerStep, StateFormat
 from ..gradients import local
@@ -67,7 +67,7 @@ class Kind:
         try:
             difference = difference_on_shards(self.optimizer)
         except Exception as error:  # a user's optimizer may raise anything
-            raise OSDPError(f"{self.name} cannot be tried on a matrix ({_first_line(error)}); {ADVICE}.") from error
+            raise OSDPError(f"{self.name} cannot be tried on a matrix ({first_line(error)}); {ADVICE}.") from error
         if difference is None:
             raise OSDPError(f"{self.name} updates at random, so that replicas would drift apart; {ADVICE}.")
         named = any(part in cls.lower() for cls in self._class_names() for part in NEEDS_WHOLE)
@@ -87,7 +87,7 @@ class Kind:
         except OSDPError:
             raise
         except Exception as error:  # a user's optimizer may raise anything
-            reason = _first_line(error)
+            reason = first_line(error)
             raise OSDPError(f"The memory of {self.name} cannot be determined ({reason}); {ADVICE}.") from error
 
     def before_step(self, groups: list[dict[str, Any]]) -> None:
@@ -160,7 +160,3 @@ class ElementWise(Kind):
         more = sum(bool(options.get(option)) for option in ("amsgrad", "momentum", "centered"))
         step = step_of(options.get("fused"), options.get("foreach"), device_type)
         return OptimizerSpec(name=name, states=TORCH_STATES[name] + more, step=step)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0].rstrip('.')}"

@@ -23,6 +23,7 @@ from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import DescriptionError, DescriptionTimeoutError
+from ...modeling.replaced import setting
 from ...modeling.units import class_of
 from ...planner.block_forms import BlockForms
 from ...planner.description import Recomputation, UnitDescription
@@ -158,14 +159,11 @@ class TracedCompiler:
 def forms_in_trace(mode: FakeTensorMode, cuda: CudaKernels | None = None) -> Iterator[TracedCompiler]:
     """Let forwards that are made inside the context compile for a trace; arguments are those of `TracedCompiler`."""
     compiler = TracedCompiler(mode, cuda)
-    token = COMPILER.set(compiler.compile)
+    limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), _MAX_VARIANTS)
     try:
-        with torch._dynamo.config.patch(
-            dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), _MAX_VARIANTS)
-        ):
+        with setting(COMPILER, compiler.compile), torch._dynamo.config.patch(limits):
             yield compiler
     finally:
-        COMPILER.reset(token)
         if compiler.backend.cache_info().currsize:  # its code is of forwards that training compiles for real
             torch._dynamo.reset()
 

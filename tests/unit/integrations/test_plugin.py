@@ -298,24 +298,6 @@ def test_trainer_refuses_model_init_and_recompute_false_beside_gradient_checkpoi
         Trainer(model_init=lambda: None, args=args, train_dataset=DATA, osdp=True)
 
 
-@pytest.mark.parametrize("by", ["argument", "model"])
-def test_checkpointing_of_every_block_says_what_leaving_it_to_the_planner_would_gain(tmp_path, capsys, by):
-    model = tiny_model("gpt2", layers=2)
-    if by == "model":
-        model.gradient_checkpointing_enable()
-    args = arguments(tmp_path, per_device_train_batch_size=8, gradient_checkpointing=by == "argument")
-    trainer = Trainer(model=model, args=args, train_dataset=DATA, osdp=OSDPConfig(hardware="cpu", compare=False))
-    said = " ".join(capsys.readouterr().out.split())
-    (gain,) = map(
-        float, re.findall(r"recomputes every block\. If .* ([\d.]+) times as fast: switch checkpointing off", said)
-    )
-    run = trainer._run
-    assert 1 < gain == pytest.approx(run.plan.step_s / run.open_step_s, abs=0.01)
-    assert by != "model" or all(block.gradient_checkpointing for block in model.transformer.h), (
-        "the model is left as it was"
-    )
-
-
 def test_accelerator_refuses_hook_of_ddp_that_would_have_no_effect():
     with pytest.raises(ValueError, match=r"^comm_hook=bf16 is for DDP and has no effect under a plan"):
         OSDPAccelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)])

@@ -69,18 +69,11 @@ def test_measure_collectives_takes_every_size_of_up_to_eight_ranks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("world", "local", "asked", "sizes"),
-    [(16, 1, None, ([16], [16])), (16, 16, None, ([16], [16])), (16, 8, [1, 4], ([4, 16], [4, 16]))],
+    ("world", "local", "every", "sizes"),
+    [(16, 1, False, ([16], [16])), (16, 16, False, ([16], [16])), (16, 8, True, ([2, 4, 8, 16], [2, 4, 8, 16]))],
 )
-def test_group_sizes_holds_the_world_and_nothing_twice(world, local, asked, sizes):
-    assert links.group_sizes(world, local, asked) == sizes
-
-
-def test_group_sizes_raises_for_a_size_that_does_not_divide_the_world():
-    with pytest.raises(
-        ValueError, match="group_sizes has 3, which does not divide the 4 processes; use divisors of 4"
-    ):
-        links.group_sizes(4, 4, [3])
+def test_group_sizes_holds_the_world_and_nothing_twice(world, local, every, sizes):
+    assert links.group_sizes(world, local, every=every) == sizes
 
 
 @pytest.mark.parametrize(("nodes", "local"), [(16, NODE), (2, 4)])

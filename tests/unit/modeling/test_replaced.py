@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from hf_osdp.integrations.samples import _preserve_generators
-from hf_osdp.modeling.build import without_checkpointing
 from hf_osdp.modeling.replaced import replaced
 
 
@@ -27,11 +26,11 @@ def test_generator_of_a_frozen_dataset_under_any_name_is_replaced_and_restored()
     assert dataset.owner is given
 
 
-def test_checkpointing_of_a_compiled_submodule_is_on_again_afterwards():
+def test_attribute_of_a_compiled_submodule_is_as_before_afterwards():
     block = nn.Linear(1, 1)
     block.gradient_checkpointing = True
     model = nn.Sequential(torch.compile(block))
-    with without_checkpointing(model):
+    with replaced(block, gradient_checkpointing=False), replaced(model[0], gradient_checkpointing=False):
         assert not block.gradient_checkpointing and not model[0].gradient_checkpointing
     assert block.gradient_checkpointing and model[0].gradient_checkpointing
 

@@ -39,7 +39,7 @@ def test_envelope_is_the_highest_of_its_moments_and_keeps_no_other(given_moments
 
 
 def test_envelope_of_one_sample_may_lie_on_no_piece():
-    peak = Envelope.above([Affine(constant=10, per_sample=5)], single=100.0)
+    peak = Envelope(pieces=(Affine(constant=10, per_sample=5),), single=100.0)
     assert [peak.bytes(samples) for samples in (1, 2, 3)] == [100, 20, 25]
     raised = peak.plus(Affine(constant=1, per_sample=1))
     assert [raised.bytes(samples) for samples in (1, 2)] == [102, 23]
