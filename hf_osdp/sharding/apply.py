@@ -231,7 +231,7 @@ def _find_units(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]
         activations = plan.decision(unit.fqn).activations
         if activations != Activations.SAVE and (unit.span is not GatherSpan.USE or len(unit.module_names) > 1):
             raise PlanError(
-                f"Unit {unit.label!r} is not a block, but the plan says {activations.describe()[0]}; plan again."
+                f"Unit {unit.label!r} is not a block, but the plan recomputes or offloads its activations; plan again."
             )
         if activations.recomputes and has_running_statistics(by_name[unit.module_names[0]]):
             raise PlanError(
