@@ -276,7 +276,9 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
 
     def _without_wrappers(self, model: nn.Module) -> nn.Module:
         """Return the model without wrappers of other tools, for whose effect the plan is made."""
-        model, self.plugin.osdp = unwrapped(model, self._config)
+        model, config = unwrapped(model, self._config)
+        if self.planned_run is None:
+            self.plugin.osdp = config
         return model
 
     def _plan_or_check(

@@ -83,7 +83,7 @@ def apply_plan(
     apply_split(model, plan.split)
     plan.check(_as_description(model, units), world_size())
     found = _find_units(model, plan, units)
-    change_blocks(model, plan)
+    change_blocks(model, plan, [unit.description for unit in found])
     for unit in found:
         change_forward(unit.modules[0], unit.decision.activations)
     if not needs_process_group(plan, mp_policy):
