@@ -52,11 +52,14 @@ FEATURES = {
     "compiled blocks": r"compil(?!e\b)",
     "Muon": r"muon|newton",
     "8- and 4-bit optimizers": r"low_bit|adamw\w*[48]_?bit|bitsandbytes|torchao|bnb",
-    "offloading": r"offload|on_host|host_states",
+    "offloading": r"offload|on_host|host_(states|parameters|kernels|moment|bytes|of\b)|hoststates|hostspec"
+    r"|hostoptions|(has|uses)_host|\baway\b|steps_alone|states_passing|sent_bytes|kind \. host|hardware \. host"
+    r"|\bplaced\b|place_of",
 }
 """Words of each feature."""
 OTHER_REASONS = {
     "operators in slices": {"tracing/known_values.py"},
+    "offloading": {"planner/cost/collectives.py", "planner/wire.py", "preparation/out_of_memory.py"},
     "compiled blocks": {
         "cli/browser.py", "modeling/batch.py", "modeling/quantized.py", "sharding/optimizer_steps.py",
         "sharding/optimizers/trial.py", "tracing/fake_model.py",
@@ -66,7 +69,8 @@ OTHER_REASONS = {
     },
 }  # fmt: skip
 """Files that use these words for something else: slices of tensors, code of users or other packages that is compiled,
-the option's switch in the browser, quantized weights, names of packages."""
+the option's switch in the browser, quantized weights, names of packages, bytes sent between
+devices, tensors that were placed."""
 
 
 def modules() -> dict[str, Path]:

@@ -171,6 +171,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         A single process also runs under FSDP2 if the plan keeps units on the host, or was made for FSDP2's mixed
         precision instead of autocast.
         """
+        self.plugin.check_given(run.plan, self.device.type)
         self.planned_run, self._writer.plan = run, run.plan
         precision = run.inputs.job.precision
         if not self.is_fsdp2 and (uses_host(run.plan) or (precision.compute is not None and not precision.autocast)):
@@ -275,7 +276,9 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
 
     def _without_wrappers(self, model: nn.Module) -> nn.Module:
         """Return the model without wrappers of other tools, for whose effect the plan is made."""
-        model, self.plugin.osdp = unwrapped(model, self._config)
+        model, config = unwrapped(model, self._config)
+        if self.planned_run is None:
+            self.plugin.osdp = config
         return model
 
     def _plan_or_check(

@@ -14,8 +14,9 @@ from accelerate import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from ..distributed.launcher import variable
-from ..errors import refuse_first
+from ..errors import PlanError, refuse_first
 from ..modeling.units import dtype_of
+from ..planner.plan import Plan
 from ..planner.training_job import Precision
 from ..preparation.config import OSDPConfig, merged_config, stated_options
 from .launch import launch_request
@@ -99,7 +100,16 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
         if device_type == "cpu":
             _log.warning("cpu_offload has no effect on the CPU, which trains in the host's own memory; leave it out.")
             return config
-        return replace(config, host_offload=True)
+        return config if config.plan is not None else replace(config, host_offload=True)
+
+    def check_given(self, plan: Plan, device_type: str) -> None:
+        """Raise PlanError if a plan keeps units on the device that `cpu_offload` moves to the host."""
+        on_device = sum(not unit.on_host for unit in plan.units)
+        if self.pin_memory is not None and device_type != "cpu" and on_device:
+            raise PlanError(
+                f"cpu_offload moves every unit to the host, but the plan keeps {on_device} on the device; leave it"
+                " out, or plan again."
+            )
 
     def set_mixed_precision(
         self: Any, mixed_precision: str | None, buffer_autocast: bool = False, override: bool = False

@@ -139,7 +139,7 @@ def _prepared(model: nn.Module, timed: TimedModel, description: ModelDescription
         frozen_norms_keep_dtype(model)
     if timed.activation_checkpointing:
         checkpoint_blocks(model, description.block_classes)
-    change_blocks(model, description)
+    change_blocks(model, description, description.units)
     return model
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from .affine import Affine
 from .description import ModelDescription, Recomputation
@@ -15,8 +15,6 @@ STATE_OPTIONS = ("host_offload", "offload_optimizer")
 ACTIVATION_OPTION = "offload_activations"
 HOST_OPTIONS = (*STATE_OPTIONS, ACTIVATION_OPTION)
 """Options that put something on the host."""
-WITHOUT_FSDP: dict[str, Any] = {"host_offload": False}
-"""Options with which one process needs no FSDP2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,11 +149,6 @@ class HostOptions:
     def asked(self) -> tuple[str, ...]:
         """Options that put something on the host."""
         return tuple(name for name in HOST_OPTIONS if getattr(self, name))
-
-    @property
-    def needs_fsdp(self) -> bool | None:
-        """Whether one process needs FSDP2; None leaves it to the planner."""
-        return self.host_offload
 
     def allowed(
         self, recomputes: Sequence[bool], *, has_host: bool, alike: bool

@@ -118,14 +118,17 @@ class Plan(BlockForms):
         Raises:
             PlanError: an `fsdp_plan` cannot express the plan; the message names the first reason.
         """
-        sizes = sorted({unit.shard_size for unit in self.units})
+        sizes, on_host = sorted({unit.shard_size for unit in self.units}), sum(unit.on_host for unit in self.units)
         listed = ", ".join(map(str, sizes))
         beyond = [
             (len(sizes) > 1, f"units have {len(sizes)} group sizes ({listed})", "one mesh for all"),
             (self.changed_blocks, f"it has {self.changed_blocks}", "what is sharded"),
             (not self.split.is_none, f"the model is split into {self.split.describe()}", "whole modules"),
-            (len({unit.away for unit in self.units}) > 1, "some units live on the host", "one place for all"),
-        ]
+            (
+                0 < on_host < len(self.units), f"{on_host} of {len(self.units)} units live on the host",
+                "all on the host (fsdp_cpu_offload) or none",
+            ),
+        ]  # fmt: skip
         for unit in self.units:
             reason = _beyond_fsdp_plan(unit, self.accumulation_steps)
             beyond.append((reason, f"unit {unit.label!r} {reason}", "whether gathered parameters are kept"))
@@ -309,10 +312,10 @@ def _beyond_fsdp_plan(unit: UnitDecision, accumulation_steps: int) -> str:
     """Return the first part of a decision that an `fsdp_plan` cannot express, or an empty text."""
     beyond = {
         "recomputes its activations": unit.activations.recomputes,
-        "keeps its activations elsewhere": unit.activations != unit.activations.kept,
+        "offloads its activations": unit.activations.offloads,
         "has collectives in two stages": unit.two_stage,
         "is sent in fewer bits": unit.formats,
-        "has its optimizer states elsewhere": unit.steps_alone,
+        "has its optimizer states on the host": unit.states_on_host,
         "holds whole gradients between micro-steps": accumulation_steps > 1 and not unit.reduce_every_micro_step,
     }
     return next((words for words, holds in beyond.items() if holds), "")

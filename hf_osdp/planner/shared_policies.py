@@ -21,9 +21,12 @@ def with_policies_of(base: ModelDescription, changed: ModelDescription) -> Model
     """Return `changed`, which was traced without policies to recompute and offload its blocks, with those of `base`.
 
     Return None unless all from the first to the last block costs the same in both. Of the other segments only the
-    first one after the blocks may hold what recomputed blocks need.
+    first one after the blocks, and the last one of the step, may hold what recomputed blocks need.
     """
     blocks = [i for i, segment in enumerate(base.segments) if segment != _plain(segment)]
+    segments, last = list(changed.segments), len(base.segments) - 1
+    if blocks[-1:] == [last] and last - 1 not in blocks:
+        segments[-1] = replace(segments[-1], held_bytes=base.segments[blocks.pop()].held_bytes)
     names, changed_names = ([one.units[segment.unit].fqn for segment in one.segments] for one in (base, changed))
     if not blocks or names[blocks[0]] not in changed_names:
         return None
@@ -31,7 +34,6 @@ def with_policies_of(base: ModelDescription, changed: ModelDescription) -> Model
     offset = changed_names.index(names[first]) - first
     if changed_names[first + offset : stop + offset] != names[first:stop]:
         return None
-    segments = list(changed.segments)
     for i in range(first, stop):
         one, other = segments[i + offset], base.segments[i]
         if other.recomputed:

@@ -81,7 +81,7 @@ class WireFormat(str, Enum):
 def formats_up_to(coarsest: str) -> tuple[WireFormat, ...]:
     """Return the formats that are allowed if the user allows `coarsest` (`OSDPConfig.communication`)."""
     order = tuple(WireFormat)
-    return order[: order.index(WireFormat(coarsest)) + 1] if coarsest in order else ()
+    return () if coarsest == "exact" else order[: order.index(WireFormat(coarsest)) + 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,6 @@ from ..modeling.split.candidates import possible_splits
 from ..planner.cost.placement import host_of
 from ..planner.description import ModelDescription
 from ..planner.hardware import Hardware
-from ..planner.placement import WITHOUT_FSDP
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.profile import BlockTimes, Profile
@@ -98,9 +97,9 @@ def find_plan(
     on the host need FSDP2 and its mixed precision.
     """
     builder = partial(ProblemBuilder, model, hardware=hardware, trace=trace)
-    asked = job.config.needs_fsdp
+    asked = job.config.host_offload
     if job.precision.autocast and not asked:
-        found = builder(job.asking(**WITHOUT_FSDP)).find()
+        found = builder(job.asking(host_offload=False)).find()
         if isinstance(found.outcome, Plan) or job.device_type == "cpu" or asked is False:
             return found
     return builder(job.under_fsdp).find()
@@ -143,7 +142,7 @@ class ProblemBuilder:
             for name in config.asked
         })  # fmt: skip
         if config.asked:
-            host_of(hardware, f"{config.asked[0]}=True")
+            host_of(hardware, config.asked[0])
         self.hardware = hardware
         limit = hardware.device.memory_bytes if config.memory_limit_bytes is None else config.memory_limit_bytes
         limit = hardware.device.check_limit(limit, given=f"memory_limit={config.memory_limit!r}")

@@ -150,11 +150,9 @@ def _given(model: nn.Module, job: Job) -> PlannedRun:
     config, given = job.config, job.config.plan
     assert given is not None
     plan = plan_from_rank_zero(lambda: given if isinstance(given, Plan) else Plan.load(Path(given)))
-    if job.activation_checkpointing and (
-        treated := [text for unit in plan.units for text in unit.activations.describe()]
-    ):
+    if job.activation_checkpointing and any(unit.activations.describe() for unit in plan.units):
         raise PlanError(
-            f"The plan has blocks with {treated[0]}, and activation checkpointing would recompute them too; switch it"
+            "The plan recomputes or offloads blocks, and activation checkpointing would recompute them too; switch it"
             " off, or plan again."
         )
     check_communication(plan, config)
@@ -178,7 +176,7 @@ def _given(model: nn.Module, job: Job) -> PlannedRun:
 
 
 def check_whole(plan: Plan, description: ModelDescription, optimizer: OptimizerSpec) -> None:
-    """Refuse a given plan that shards, slices or moves parameters or operators that the optimizer needs whole."""
+    """Refuse a given plan that shards, slices or offloads parameters or operators that the optimizer needs whole."""
     decisions = [
         plan.decision(unit.fqn) for unit in description.units if unit.trainable_numel and optimizer.looks_at_whole
     ]

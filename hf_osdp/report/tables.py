@@ -334,12 +334,12 @@ def frontier_table(front: Sequence[SearchResult], memory_limit_bytes: int) -> Ta
         sharded = [unit for unit in plan.units if unit.shard_size > 1]
         kept = sum(not unit.reshard_after_forward for unit in sharded)
         recomputed = sum(unit.activations.recomputes for unit in plan.units)
-        host = sum(unit.uses_host for unit in plan.units)
-        counts = (len(plan.units) - len(sharded), kept, len(sharded) - kept, recomputed, host)
+        offloaded = sum(unit.uses_host for unit in plan.units)
+        counts = (len(plan.units) - len(sharded), kept, len(sharded) - kept, recomputed, offloaded)
         return [peak, batch, *rates, *(str(count) if count else "-" for count in counts)]
 
     title = f"Pareto front of memory and throughput (* the fastest within {format_bytes(memory_limit_bytes)}), with units by layout"  # noqa: E501
-    units = ["replicated", "kept", "freed", "recomputed", "host"]
+    units = ["replicated", "kept", "freed", "recomputed", "offloaded"]
     return make_table(title, map(cells, front), figures=["peak", "batch", "step", "samples/s", *units])
 
 

@@ -83,7 +83,7 @@ def apply_plan(
     apply_split(model, plan.split)
     plan.check(_as_description(model, units), world_size())
     found = _find_units(model, plan, units)
-    change_blocks(model, plan)
+    change_blocks(model, plan, [unit.description for unit in found])
     for unit in found:
         change_forward(unit.modules[0], unit.decision.activations)
     if not needs_process_group(plan, mp_policy):
@@ -231,7 +231,7 @@ def _find_units(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]
         activations = plan.decision(unit.fqn).activations
         if activations != Activations.SAVE and (unit.span is not GatherSpan.USE or len(unit.module_names) > 1):
             raise PlanError(
-                f"Unit {unit.label!r} is not a block, but the plan says {activations.describe()[0]}; plan again."
+                f"Unit {unit.label!r} is not a block, but the plan recomputes or offloads its activations; plan again."
             )
         if activations.recomputes and has_running_statistics(by_name[unit.module_names[0]]):
             raise PlanError(

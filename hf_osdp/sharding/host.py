@@ -89,11 +89,8 @@ class HostStates:
             outgoing.append((parameter, self._move(optimizer, parameter, out=True)))
             while outgoing and (not queue or on_device + sizes[queue[0]] > max_bytes):
                 moved, copies = outgoing.popleft()
-                _wait(copies)
+                _wait(copies, on_host=not queue)  # it may read them after the step
                 on_device -= sizes[moved]
-                for ended, *_ in () if queue else copies:
-                    if ended is not None:
-                        ended.synchronize()  # the host may read them after the step
         gradients = [(parameter, parameter.grad) for parameter in sizes]
         for parameter in sizes:
             parameter.grad = None
@@ -123,11 +120,14 @@ class HostStates:
         return copies
 
 
-def _wait(copies: _Copies) -> None:
-    """Make the compute stream wait for copies, after which their tensors may be freed."""
+def _wait(copies: _Copies, *, on_host: bool = False) -> None:
+    """Make the compute stream wait for copies, or with `on_host` also the host, and release their tensors."""
     for ended, *_ in copies:
         if ended is not None:
             torch.cuda.current_stream().wait_event(ended)
+            if on_host:
+                ended.synchronize()
+    copies.clear()
 
 
 def _size_of_states(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> int:

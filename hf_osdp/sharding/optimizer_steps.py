@@ -94,13 +94,13 @@ def step_on_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     state dict.
     """
     inner = unwrapped(optimizer)
-    check_optimizer(inner, _parts_and_host(model))
+    check_optimizer(inner, _parts_or_on_host(model))
     step_by_device(inner, host_parameters(model))
     if whole_parameters(model):
         keep_positions(inner, model)
 
 
-def _parts_and_host(model: nn.Module) -> list[nn.Parameter]:
+def _parts_or_on_host(model: nn.Module) -> list[nn.Parameter]:
     """Return parameters that are on the host, or slices of a whole parameter."""
     named = named_parameters(model)
     return host_parameters(model) + [named[part] for whole in whole_parameters(model).values() for part in whole.parts]
@@ -159,7 +159,7 @@ def prepare_new_optimizers(model: nn.Module, bind: Callable[[nn.Module, torch.op
 
     With several ranks, check it by `check_optimizer`.
     """
-    host, partial, of = host_parameters(model), _parts_and_host(model), weakref.ref(model)
+    host, partial, of = host_parameters(model), _parts_or_on_host(model), weakref.ref(model)
     ids = {id(parameter) for parameter in model.parameters()}
     prepared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -246,11 +246,11 @@ class _Interceptor:
         if shared:
             gathered.append((group, shared))
         for parameter in given:
-            is_apart = id(parameter) in self.host
+            on_host = id(parameter) in self.host
             if kind.steps_shards and isinstance(parameter, DTensor):
                 stand_ins.append((parameter, _stand_in(parameter)))
                 parameter = stand_ins[-1][1]
-            by_place.setdefault((local(parameter).device, isinstance(parameter, DTensor), is_apart), []).append(
+            by_place.setdefault((local(parameter).device, isinstance(parameter, DTensor), on_host), []).append(
                 parameter
             )
         kernels = [host_kernels(optimizer, group, own) if place[-1] else {} for place, own in by_place.items()]

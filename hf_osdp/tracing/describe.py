@@ -273,8 +273,10 @@ class _Describer:
         return trace
 
     def _choices(self) -> list[Sequence[Activations]]:
-        """Return the choices of activations to trace: first all, then those on the device, then none."""
-        if not self._options.recomputation or self._checkpointed:
+        """Return the choices of activations to trace: first all, then those on the device, then none; without
+        blocks there are none.
+        """
+        if not self._options.recomputation or self._checkpointed or not self._plain_blocks():
             return [()]
         has_host = self._options.device_type == "cuda" and not self._options.split.operators
         return [*([Activations.BASIC[1:]] if has_host else []), Activations.BASIC[1:2], ()]

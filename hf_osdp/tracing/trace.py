@@ -272,7 +272,7 @@ class _Tracer:
         """The traced calls of equal blocks in the current batch."""
         self._cuda = CudaKernels(options.run.capability) if options.run.device_type == "cuda" else None
         self.kernels: Mapping[Kernel, AttentionCall] = {} if self._cuda is None else self._cuda.found
-        of_units = ((i, policies_of_form(options.forms, unit.class_name)) for i, unit in enumerate(units))
+        of_units = ((i, policies_of_form(options.forms, unit)) for i, unit in enumerate(units))
         self.own_policies = {i: policies for i, policies in of_units if policies}
         """Policies to recompute the blocks whose form recomputes by itself."""
         self.reads = OutsideReads(self._modules, units)
@@ -300,7 +300,7 @@ class _Tracer:
 
     def _transform_blocks(self, choices: Mapping[int, Activations]) -> None:
         """Give the blocks their forms, and treat their activations as chosen."""
-        change_blocks(self._fake, self._options.forms)
+        change_blocks(self._fake, self._options.forms, self._units)
         for index, choice in choices.items():
             block, policy = self._modules[self._units[index].module_names[0]], choice.recomputation
             if index not in self.own_policies and policy is not None and not policy.saved_calls:

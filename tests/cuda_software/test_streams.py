@@ -132,7 +132,7 @@ def without_waits(name):
     from hf_osdp.sharding import host
 
     _OffloadedStorage.wait = lambda storage: None
-    host._wait = lambda copies: None
+    host._wait = lambda copies, **_: copies.clear()
     return trained(name)
 
 

@@ -71,12 +71,14 @@ def shard_seconds(
     return 0.0, 0.0, update
 
 
-def host_of(hardware: Hardware, asking: str = "The plan puts states or activations on the host") -> HostSpec:
-    """Return the host of the devices; HardwareError if it is not known, though something asks for it."""
+def host_of(hardware: Hardware, option: str | None = None) -> HostSpec:
+    """Return the host of the devices; HardwareError if it is not known, though the plan or an option needs it."""
     if hardware.host is None:
+        asking = f"{option}=True" if option else "The plan puts states or activations on the host"
+        otherwise = f", or leave {option} to the planner" if option else ""
         raise HardwareError(
             f"{asking}, but the host of {hardware.device.name} is not known; leave hardware out to have it measured,"
-            " or measure it by hf-osdp profile."
+            f" or give a profile (hf-osdp profile) or Hardware(host=...){otherwise}."
         )
     return hardware.host
 

@@ -14,7 +14,7 @@ from ..cost.units import shape_ids
 from ..decision import Batch, Space, UnitLayout, layouts_for
 from ..description import GatherSpan, UnitDescription
 from ..hardware import Hardware
-from ..placement import ACTIVATION_OPTION, WITHOUT_FSDP, Activations, Place, activation_choices
+from ..placement import ACTIVATION_OPTION, Activations, Place, activation_choices
 from ..problem import PlanningProblem, Strategy
 from ..training_job import EXACT, TrainingJob, divisors
 from .wires import with_wires
@@ -55,13 +55,13 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
         ValueError: the strategy or a choice of the job is not possible here.
     """
     description, hardware, choices = problem.description, problem.hardware, activation_choices(problem.description)
-    if asked := problem.job.asked:
-        host_of(hardware, f"{asked[0]}=True")
     _refuse_impossible(problem, choices)
     jobs = [problem.job]
     if problem.job.recompute is None and any(segment.held_bytes != Affine() for segment in description.segments):
         jobs.insert(0, replace(problem.job, recompute=False))
     shardings = _shardings(problem.strategy, hardware)
+    if asked := problem.job.asked:
+        host_of(hardware, asked[0])
     every = [
         allowed
         for job in jobs
@@ -152,8 +152,10 @@ def _choices(sharding: _Allowed, problem: PlanningProblem, batch: Batch) -> list
     if not is_free:
         fixed = itertools.product(free.reduces, activations, places)
         return [replace(free, reduces=(one,), activations=(kept,), places=(place,)) for one, kept, place in fixed]
-    if hardware.world_size == 1 and job.needs_fsdp is None:  # the buffers of FSDP2 are needed only under it
-        _, plain = replace(job, **WITHOUT_FSDP).allowed(recomputes, has_host=hardware.host is not None, alike=False)
+    if hardware.world_size == 1 and job.host_offload is None:  # the buffers of FSDP2 are needed only under it
+        _, plain = replace(job, host_offload=False).allowed(
+            recomputes, has_host=hardware.host is not None, alike=False
+        )
         return [replace(free, places=plain), free]
     return [free]
 

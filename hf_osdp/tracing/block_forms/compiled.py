@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -17,6 +17,7 @@ from ...modeling.split.apply import losses_of
 from ...modeling.units import class_of, modules_by_name
 from ...modeling.wrapping import RecomputingForward, SkippableMode
 from ...planner.block_forms import BlockForms
+from ...planner.description import GatherSpan, UnitDescription
 
 _MOST_VARIANTS = 64
 """Compiled variants of one class of blocks: each budget, training or evaluation, static or varying lengths. Dynamo's
@@ -25,13 +26,22 @@ Compiler = Callable[[nn.Module, Callable[..., Any], float], Callable[..., Any]]
 """Function from a module, its forward and torch's `activation_memory_budget` to the compiled forward."""
 
 
-def change_blocks(model: nn.Module, forms: BlockForms) -> None:
+def change_blocks(model: nn.Module, forms: BlockForms, units: Iterable[UnitDescription] | None = None) -> None:
     """Compile a model's blocks, before they are recomputed and sharded, and with them the loss of a chunk; names of
     parameters and modules are unchanged.
+
+    Only blocks that are units are compiled, not modules of their class elsewhere; without `units`, all of the class.
     """
-    blocks = [module for module in modules_by_name(model).values() if forms.changes(class_of(module).__name__)]
+    modules = modules_by_name(model)
+    names = modules if units is None else [u.module_names[0] for u in units if is_changed(forms, u)]
+    blocks = [modules[n] for n in names if n in modules and forms.changes(class_of(modules[n]).__name__)]
     for module in (*blocks, *(losses_of(model) if blocks else ())):
         module.forward = CompiledForward(module)
+
+
+def is_changed(forms: BlockForms, unit: UnitDescription) -> bool:
+    """Return whether a unit is a block that runs in another form."""
+    return unit.span is GatherSpan.USE and len(unit.module_names) == 1 and forms.changes(unit.class_name)
 
 
 class CompiledForward(RecomputingForward):

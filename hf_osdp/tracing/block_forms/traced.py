@@ -33,7 +33,7 @@ from ..memory_tracker import MemoryTracker
 from ..options import ModelRun
 from ..recorder import Recorder
 from ..tensors import DEVICE
-from .compiled import COMPILER
+from .compiled import COMPILER, is_changed
 
 _BUDGETS = tuple(Recomputation(budget=budget) for budget in (0.13, 0.28, 0.53, 0.78))
 """Budgets traced in addition to 0 and 1: torch's partitioner finds only 4 to 6 different cuts of a block."""
@@ -177,9 +177,9 @@ class FormError(DescriptionError):
         super().__init__(f"{class_name} does not compile as one graph ({first[:120].rstrip('.')}).")
 
 
-def policies_of_form(forms: BlockForms, class_name: str) -> tuple[Recomputation, ...]:
-    """Return the policies to recompute a class of compiled blocks partially; none if it runs as the model has it."""
-    return _BUDGETS if forms.changes(class_name) else ()
+def policies_of_form(forms: BlockForms, unit: UnitDescription) -> tuple[Recomputation, ...]:
+    """Return the policies to recompute a compiled block partially; none if it runs as the model has it."""
+    return _BUDGETS if is_changed(forms, unit) else ()
 
 
 def forms_asked(run: ModelRun, classes: tuple[str, ...], model_name: str) -> BlockForms:
@@ -198,7 +198,7 @@ def trace_in_forms(trace: Callable[[BlockForms], Any], units: Sequence[UnitDescr
             found = trace(forms)
             runs = Counter(segment.unit for segment in found.segments)
             for index, unit in enumerate(units):
-                if forms.changes(unit.class_name) and (runs[index] > 1 or index in found.outside_reads):
+                if is_changed(forms, unit) and (runs[index] > 1 or index in found.outside_reads):
                     reason = "it runs several times in a step, or its weights are read outside of it"
                     raise FormError(unit.class_name, reason)
             return found

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,14 +15,16 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from accelerate.utils.launch import prepare_multi_gpu_env
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import TrainingArguments
 
 from hf_osdp import OSDPAccelerator, Trainer
+from hf_osdp.errors import PlanError
 from hf_osdp.integrations.plugin import OSDPPlugin, plugin_for, precision_of
 from hf_osdp.integrations.trainer_arguments import copied_arguments, plugin_options, requested_config
 from hf_osdp.integrations.trainer_facts import _steps
 from hf_osdp.modeling.split.names import is_split
+from hf_osdp.modeling.units import find_units
 from hf_osdp.modeling.wrapping import recomputation_of
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import DType
@@ -30,6 +33,7 @@ from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.split import ModelSplit, OperatorSplit
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.tracing.describe import describe
+from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_model
 
 DATA = [{"input_ids": torch.arange(12), "labels": torch.arange(12)}] * 8
@@ -119,8 +123,18 @@ def test_cpu_offload_asks_for_every_unit_on_the_host_but_on_the_cpu(caplog):
     assert OSDPPlugin().asking(config, "cuda") is config
     with pytest.raises(ValueError, match="host_offload=False, but cpu_offload moves all states"):
         plugin.asking(OSDPConfig(host_offload=False), "cuda")
-    with pytest.raises(ValueError, match="plan runs a given plan as it is"):
-        plugin.asking(OSDPConfig(plan="plan.json"), "cuda")
+
+
+def test_cpu_offload_runs_a_given_plan_whose_units_are_all_on_the_host():
+    plugin, config = OSDPPlugin(cpu_offload=CPUOffloadPolicy(pin_memory=False)), OSDPConfig(plan="plan.json")
+    assert plugin.asking(config, "cuda") is config and plugin.pin_memory is False
+    on_device = plan_of(find_units(tiny_model("gpt2")), 2, "zero3")
+    on_host = replace(on_device, units=tuple(replace(unit, on_host=True) for unit in on_device.units))
+    plugin.check_given(on_host, "cuda")
+    plugin.check_given(on_device, "cpu")
+    OSDPPlugin().check_given(on_device, "cuda")
+    with pytest.raises(PlanError, match=f"but the plan keeps {len(on_device.units)} on the device; leave it out"):
+        plugin.check_given(on_device, "cuda")
 
 
 def test_plugin_for_takes_either_name_and_one_of_them(monkeypatch):

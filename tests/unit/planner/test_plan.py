@@ -163,9 +163,9 @@ def with_all(**values: Any) -> Plan:
 BEYOND = {
     "it has Block compiled": replace(EXPORTED, compiled_classes=("Block",)),
     "2 group sizes (2, 4)": with_block(shard_size=4),
-    "some units live on the host": with_block(on_host=True),
+    " units live on the host": with_block(on_host=True),
     "'model.layers.0' recomputes its activations": with_block(activations=Activations.RECOMPUTE),
-    "'model.layers.0' keeps its activations elsewhere": with_block(activations=Activations.OFFLOAD),
+    "'model.layers.0' offloads its activations": with_block(activations=Activations.OFFLOAD),
     "'model.layers.0' holds whole gradients between micro-steps": with_block(reduce_every_micro_step=False),
     "of model.layers.* some are kept gathered and some are not": with_block(reshard_after_forward=False),
     "the model is split into operators": replace(EXPORTED, split=ModelSplit(operators=True)),

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from hf_osdp.modeling.split.candidates import possible_splits
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.split import ModelSplit
+from hf_osdp.planner.training_job import Precision
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.preparation.find_plan import Describer, find_plan
 from hf_osdp.preparation.job import Job
@@ -56,6 +66,30 @@ def test_split_of_the_head_is_described_as_by_traces_of_its_own(name, runs):
         shared = describer.describe(split)
         assert len(runs) == 1
         assert shared == describe(model, sequence_length=16, split=split) and shared.recomputable
+
+
+def test_what_the_end_of_the_step_holds_for_recomputed_blocks_is_shared(runs):
+    """In bfloat16 this model frees the last block's output after the loss."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+    text = {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2}
+    text |= {"vocab_size": 120, "pad_token_id": 0}
+    sight = {"image_size": 32, "patch_size": 8, "vision_output_dim": 32, "projector_input_dim": 32}
+    config = Llama4Config(
+        text_config={**sizes, **text},
+        vision_config={**sizes, **sight, "projector_output_dim": 32},
+        image_token_index=9,
+    )
+    model = Llama4ForConditionalGeneration._from_config(config)
+    precision = Precision.named("bf16")
+    describer = Describer(
+        model, replace(job(OSDPConfig(sequence_length=32, global_batch_size=8)), precision=precision)
+    )
+    whole = describer.describe()
+    assert whole.segments[-1].held_bytes.bytes(1) > 0
+    runs.clear()
+    shared, split = describer.describe(ModelSplit(loss_chunks=8)), ModelSplit(loss_chunks=8)
+    assert len(runs) == 1
+    assert shared == describe(model, sequence_length=32, split=split, compute_dtype=precision.compute)
 
 
 def test_plan_of_the_demo_takes_few_traces(runs):

@@ -275,3 +275,32 @@ def test_compile_without_blocks_says_so(caplog):
     with caplog.at_level(logging.WARNING):
         assert describe(config, sequence_length=8, compile=True).compiled_classes == ()
     assert "AlbertForMaskedLM has no blocks to compile" in caplog.text
+
+
+def test_only_units_are_compiled_not_modules_of_their_class_inside_or_beside_them():
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            inner = (
+                nn.Sequential(nn.LayerNorm(16), nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))) for _ in "123"
+            )
+            self.blocks, self.head = nn.ModuleList(inner), nn.Sequential(nn.Linear(16, 16))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return {"loss": self.head(self.head(x)).sum()}
+
+    model = Nested()
+    inputs = {"x": torch.ones(1, 8, 16)}
+    found = describe(
+        model,
+        sequence_length=8,
+        inputs=lambda n: {"x": inputs["x"].expand(n, 8, 16)},
+        compile=True,
+        recomputation=False,
+    )
+    assert found.compiled_classes == ("Sequential",)
+    change_blocks(model, found, found.units)
+    changed = [name for name, module in model.named_modules() if isinstance(module.forward, CompiledForward)]
+    assert changed == ["blocks.0", "blocks.1", "blocks.2"]

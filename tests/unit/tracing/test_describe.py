@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import types
 
 import pytest
@@ -21,6 +22,7 @@ from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.fake_model import fake_copy
 from hf_osdp.tracing.options import DescribeOptions
 from hf_osdp.tracing.trace import TraceOptions, trace_segments
+from tests.helpers.models import tiny_model
 from tests.helpers.sampling import slow_but
 
 DEFAULT_CLASS = [
@@ -150,6 +152,22 @@ def test_plain_module_is_traced_with_inputs_that_it_takes():
     assert [s.unit for s in description.segments] == [1, 2, 3, 0]
     assert description.segments[1].saved_bytes(5) == 2 * 5 * 8 * 4  # the product and its GELU
     assert description.input_bytes(5) == 2 * 5 * 8 * 4
+
+
+@pytest.mark.parametrize(("name", "traces"), [("plain", 1), ("gpt2", 3)])
+def test_model_that_fails_is_traced_once_if_it_has_no_blocks(monkeypatch, name, traces):
+    tried = []
+
+    def fail(*args: object) -> None:
+        tried.append(args)
+        raise RuntimeError("does not run")
+
+    monkeypatch.setattr(sys.modules[describe.__module__], "trace_segments", fail)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) if name == "plain" else tiny_model("gpt2")
+    batch = {"inputs": lambda samples: {"input": torch.zeros(samples, 4)}} if name == "plain" else {}
+    with pytest.raises(DescriptionError, match="does not run"):
+        describe(model, sequence_length=4, device_type="cuda", **batch)
+    assert len(tried) == traces
 
 
 @library.custom_op("hf_osdp_tests::opaque", mutates_args=())
