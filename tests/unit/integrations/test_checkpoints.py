@@ -10,6 +10,7 @@ from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback, TrainingArguments
 
+from hf_osdp.checkpoint.folders import MANIFEST_NAME
 from hf_osdp.checkpoint.resume import check_checkpoint
 from hf_osdp.errors import CheckpointError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
@@ -119,9 +120,14 @@ def test_trainer_refuses_a_damaged_path_takes_the_one_before_and_names_changes(t
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 4 and len(again.state.log_history) == 1, "went on from checkpoint-3"
     assert "was saved with" not in caplog.text
-    divide_weights(tmp_path / "checkpoint-3")
-    planned(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert "model.safetensors of " in caplog.text and "was divided into several files" in caplog.text
+    divided = tmp_path / "checkpoint-3"
+    divide_weights(divided)
+    with pytest.raises(CheckpointError, match=r"checkpoint-3 is damaged: model.safetensors is missing"):
+        planned(tmp_path).train(resume_from_checkpoint=str(divided))
+    (divided / MANIFEST_NAME).unlink()  # the remedy that docs/troubleshooting_files.md gives
+    again = planned(tmp_path)
+    again.train(resume_from_checkpoint=str(divided))
+    assert again.state.global_step == 4, "went on from checkpoint-3"
     again = planned(tmp_path, seed=2, bf16=True)
     again.train_dataset = again.train_dataset[::-1]
     again.train(resume_from_checkpoint=True)
