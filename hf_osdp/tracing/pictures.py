@@ -28,6 +28,8 @@ _ANY_SIZE = 448
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "image_patch_id")
 _SEEN = ("cross_attention_mask", "image_attention_mask")
 """Masks of pictures to which the text attends."""
+_ROWS: dict[tuple[object, int], int] = {}
+"""Rows of features by kind of model and form of pictures: a model is described several times, once for each split."""
 _STARTS = ("vision_start_token_id", "image_start_token_id", "boi_token_id", "boi_token_index")
 
 
@@ -140,8 +142,10 @@ def _found(model: Any, images: int, sequence_length: int) -> tuple[Pixels, Pictu
     if not arguments.keys().isdisjoint(_SEEN):
         pixels = _attended(model, vision, images, sequence_length)
         return pixels, Pictures(number=images, size=vision.size, tokens=0)
-    for pixels in _forms(model, vision, images):
-        rows = _rows_of_features(model, pixels(1))
+    kind = type(model), model.config.to_json_string(use_diff=False), images
+    for number, pixels in enumerate(_forms(model, vision, images)):
+        if (rows := _ROWS.get((kind, number))) is None:
+            rows = _ROWS[kind, number] = _rows_of_features(model, pixels(1))
         if rows and rows % images == 0:
             return pixels, Pictures(number=images, size=vision.size, tokens=rows // images)
     return None

@@ -5,7 +5,6 @@ relaxation.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
@@ -14,7 +13,8 @@ from ..decision import UnitLayout
 from .options import Option, Timeline, UnitGroup
 
 if TYPE_CHECKING:
-    from ortools.linear_solver import pywraplp
+    from ortools.linear_solver import linear_solver_pb2
+    from ortools.sat import cp_model_pb2
     from ortools.sat.python import cp_model
 
     Bytes: TypeAlias = cp_model.LinearExpr | int
@@ -31,7 +31,7 @@ more than its own tolerance of 1e-9: with 1e-8 it lost plans at exactly the limi
 
 _SCIP_RATE = 40_000
 """SCIP's variables times nodes in a second."""
-_GLOP_WORK, _SCIP_WORK = (8e-6, 4e-5), (2.4e-5, 2.7e-4)
+_GLOP_WORK, _SCIP_WORK = (2.5e-6, 3e-5), (1.3e-5, 1.5e-4)
 """Seconds of a relaxation for each coefficient, the model's construction included, and for each iteration."""
 
 
@@ -70,7 +70,11 @@ class GroupCounts:
 
     def total(self, value: Value) -> Bytes:
         """Return the sum over all units of a value of their options."""
-        return sum(value(o) * x for o, x in zip(self.group.options, self.counts, strict=True))
+        from ortools.sat.python import cp_model
+
+        values = [value(option) for option in self.group.options]
+        some = [k for k, number in enumerate(values) if number]
+        return cp_model.LinearExpr.weighted_sum([self.counts[k] for k in some], [values[k] for k in some])
 
     def of_first(self, value: Value) -> Bytes:
         """Return a value of the first unit's option."""
@@ -148,9 +152,7 @@ class IntegerModel:
             layouts |= group.assign([solver.value(x) for x in variables.counts])
         return layouts, solver.objective_value, status == cp_model.OPTIMAL
 
-    def relax(
-        self, *, gap: float | None = None, most_work: float = math.inf, presolve: bool = True
-    ) -> Relaxation | None:
+    def relax(self, *, gap: float | None = None, most_work: float = math.inf) -> Relaxation | None:
         """Return the minimum of a `linear` model over real numbers (GLOP), or over whole numbers with a relative `gap`
         (SCIP, which needs a limit), with about `most_work` seconds of work.
 
@@ -164,35 +166,16 @@ class IntegerModel:
         if whole:
             parameters = {
                 "limits/nodes": max(1, int(most_work * _SCIP_RATE / len(program.variables))), "limits/gap": gap,
-                "numerics/feastol": 1e-9, "presolving/maxrounds": -1 if presolve else 0,
+                "numerics/feastol": 1e-9,
             }  # fmt: skip
             solver.SetSolverSpecificParametersAsString(
                 "\n".join(f"{name} = {value}" for name, value in parameters.items())
             )
         elif most_work < math.inf:  # with literals for parts, the primal simplex may take minutes
             solver.SetSolverSpecificParametersAsString(f"use_dual_simplex: true max_deterministic_time: {most_work}")
-        units = [
-            float(v.domain[1] or 1) if v.domain[0] < 0 else 1.0 for v in program.variables
-        ]  # levels relative to their upper bound
-        variables = [
-            (solver.IntVar if whole and v.domain[0] >= 0 else solver.NumVar)(
-                v.domain[0] / unit, v.domain[1] / unit, ""
-            )
-            for v, unit in zip(program.variables, units, strict=True)
-        ]
-        for constraint in program.constraints:
-            if constraint.has_linear():
-                linear = constraint.linear
-                coefficients = [c * units[v] for v, c in zip(linear.vars, linear.coeffs, strict=True)]
-                low, high = linear.domain
-                _add_row(solver, variables, linear.vars, coefficients, (low, high))
-            else:
-                one = constraint.exactly_one.literals
-                _add_row(solver, variables, one, [1.0] * len(one), (1, 1))
-        objective, scale = solver.Objective(), max(map(abs, program.objective.coeffs), default=1) or 1
-        for index, coefficient in zip(program.objective.vars, program.objective.coeffs, strict=True):
-            objective.SetCoefficient(variables[index], coefficient * units[index] / scale)
-        objective.SetMinimization()
+        linear, units, scale = _scaled(program, whole=whole)
+        problem = solver.LoadModelFromProto(linear)
+        assert not problem, problem
         status = solver.Solve()
         by_size, by_iteration = _SCIP_WORK if whole else _GLOP_WORK
         self.work = self.size * by_size + solver.iterations() * by_iteration
@@ -200,6 +183,7 @@ class IntegerModel:
         optimal = status == pywraplp.Solver.OPTIMAL
         if not optimal and not (whole and status == pywraplp.Solver.FEASIBLE):
             return None
+        variables = solver.variables()
         added = {
             group: {
                 o: 0.0 if whole else variables[x.index].reduced_cost() * scale
@@ -208,7 +192,7 @@ class IntegerModel:
             for group, own in self._groups.items()
         }
         values = [v.solution_value() * unit for v, unit in zip(variables, units, strict=True)]
-        bound = objective.BestBound() if whole else objective.Value()
+        bound = solver.Objective().BestBound() if whole else solver.Objective().Value()
         return Relaxation(bound=bound * scale + program.objective.offset, added=added, values=values, optimal=optimal)
 
     def counts(self, relaxed: Relaxation) -> dict[UnitGroup, list[int]]:
@@ -298,25 +282,38 @@ class IntegerModel:
             constraint.only_enforce_if(list(literals))
 
 
-def _add_row(
-    solver: pywraplp.Solver,
-    variables: Sequence[pywraplp.Variable],
-    indices: Sequence[int],
-    coefficients: Sequence[float],
-    bounds: tuple[int, int],
-) -> None:
-    """Add one row, scaled to a largest coefficient of 1, because rows mix bytes and counts."""
-    scale = max((abs(c) for c in coefficients), default=1) or 1
-    low, high = bounds
-    infinity, far = solver.infinity(), 2**62
-    # loosening of each bound, scaled as well
-    below, above = (0.0 if low == high else _SLACK * max(abs(bound) / scale, 1.0) for bound in bounds)
-    row = solver.Constraint(
-        -infinity if low <= -far else low / scale - below,
-        infinity if high >= far else high / scale + above,
-    )
-    sums: defaultdict[int, float] = defaultdict(float)
-    for index, coefficient in zip(indices, coefficients, strict=True):
-        sums[index] += coefficient
-    for index, coefficient in sums.items():
-        row.SetCoefficient(variables[index], coefficient / scale)
+def _scaled(program: cp_model_pb2.CpModelProto, *, whole: bool) -> tuple[linear_solver_pb2.MPModelProto, list[float], float]:
+    """Return a linear CP-SAT program for a linear solver, over real numbers unless `whole`, with the unit of each
+    variable and that of the objective.
+
+    Levels are relative to their upper bound, and rows are scaled to a largest coefficient of 1, because they mix bytes
+    and counts.
+    """
+    from ortools.linear_solver import linear_solver_pb2
+
+    model = linear_solver_pb2.MPModelProto()
+    units = [float(v.domain[1] or 1) if v.domain[0] < 0 else 1.0 for v in program.variables]
+    for v, unit in zip(program.variables, units, strict=True):
+        low, high = v.domain
+        model.variable.add(lower_bound=low / unit, upper_bound=high / unit, is_integer=whole and low >= 0)
+    far = 2**62
+    for constraint in program.constraints:
+        if constraint.has_linear():
+            indices, (low, high) = list(constraint.linear.vars), constraint.linear.domain
+            coefficients = [c * units[v] for v, c in zip(indices, constraint.linear.coeffs, strict=True)]
+        else:
+            indices, low, high = list(constraint.exactly_one.literals), 1, 1
+            coefficients = [1.0] * len(indices)
+        scale = max(map(abs, coefficients), default=1) or 1
+        # loosening of each bound, scaled as well
+        below, above = (0.0 if low == high else _SLACK * max(abs(bound) / scale, 1.0) for bound in (low, high))
+        model.constraint.add(
+            lower_bound=-math.inf if low <= -far else low / scale - below,
+            upper_bound=math.inf if high >= far else high / scale + above,
+            var_index=indices, coefficient=[c / scale for c in coefficients],
+        )  # fmt: skip
+    costs = program.objective.coeffs
+    scale = max(map(abs, costs), default=1) or 1
+    for index, cost in zip(program.objective.vars, costs, strict=True):
+        model.variable[index].objective_coefficient = cost * units[index] / scale
+    return model, units, scale

@@ -29,8 +29,6 @@ _FEW, _MORE = 12, 4
 """Options of each group in the search for a first plan, and the factor by which they grow while none is found."""
 _FIRST_GAP = 1e-3
 """Relative gap of the search for a first plan, which only bounds the search after it."""
-_CLOSE = 1e-5
-"""Relative gap that a node may leave after much work; no rate is known as well."""
 _SCIP_WORK, _MOST_NODES, _MOST_WORK = 10.0, 100, 8.0
 """Limits of one search: SCIP's work at one node; nodes of branch and bound; CP-SAT's work. Beyond them the search
 returns its best plan, with the gap that it proved. Work is in deterministic seconds: no limit depends on a clock, so
@@ -199,38 +197,22 @@ class BranchAndBound:
         assert relaxed is not None
         if not self._accept(program.counts(relaxed)):
             self._solve(kept, node.patterns, node.bound)
-        elif self._gap:
+        elif self._gap or not relaxed.optimal:
             self._leave(node.bound)
-        elif not relaxed.optimal:
-            self._solve_cheaper(node._replace(kept=kept))
-
-    def _solve_cheaper(self, node: _Node) -> None:
-        """Solve a node once more over whole numbers, in another way: only for plans faster than the best, and without
-        presolving. What takes SCIP long in one way is often quick in another. Leave a node that can gain next to
-        nothing.
-        """
-        if node.bound >= self._best * (1 - _CLOSE):
-            self._leave(node.bound)
-            return
-        program = self._program(node.kept, node.patterns, linear=True, cheaper=True)
-        relaxed = self._relaxed(program, gap=MIN_GAIN, presolve=False)
-        bound = node.bound if relaxed is None else max(node.bound, relaxed.bound)
-        if not (program.infeasible or (relaxed and self._accept(program.counts(relaxed)) and relaxed.optimal)):
-            self._leave(bound)
 
     @property
     def _left_work(self) -> float:
         """Work until the search must end."""
         return self._end - self.work
 
-    def _relaxed(self, program: Program, *, gap: float | None, presolve: bool = True) -> Relaxation | None:
+    def _relaxed(self, program: Program, *, gap: float | None) -> Relaxation | None:
         """Solve a relaxation, unless SCIP is likely to do more than the work left; count its work."""
         most_work = self._left_work
         if gap is not None:
             if program.size**2 * _SCIP_ROOT > most_work:
                 return None
             most_work = min(_SCIP_WORK, most_work)
-        relaxed = program.relax(gap=gap, most_work=max(most_work, 0.01), presolve=presolve)
+        relaxed = program.relax(gap=gap, most_work=max(most_work, 0.01))
         self.work += program.work
         return relaxed
 

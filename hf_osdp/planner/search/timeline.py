@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 from ...errors import OSDPError
@@ -71,6 +71,7 @@ class BatchCosts:
             flag: once_per_shape(description.units, partial(terms, beside_host=flag)) for flag in (False, True)
         }
         """Memory terms of a unit, by whether some unit may be on the host."""
+        self._segment_bytes = cache(self._bytes_of)
         self._made: dict[tuple[int, UnitLayout, _Others], Option] = {}
         self._kept: dict[tuple[int, tuple[UnitLayout, ...], _Others], tuple[UnitLayout, ...]] = {}
         self._options: dict[tuple[int, tuple[UnitLayout, ...], _Others], tuple[Option, ...]] = {}
@@ -137,7 +138,7 @@ class BatchCosts:
             unit=unit, bytes=costs, gradients=self._arriving[index], prefetches=self.ahead[index] is not None
         )
 
-    def _segment_bytes(self, index: int, activations: Activations, others: _Others) -> SegmentBytes:
+    def _bytes_of(self, index: int, activations: Activations, others: _Others) -> SegmentBytes:
         """Return a segment's memory terms, with gradients of shared weights that merge in its backward."""
         segment = self.problem.description.segments[index]
         span, samples = self.problem.description.units[segment.unit].span, self.batch.micro_batch_size
