@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from ..errors import DescriptionError
 from ..planner.affine import Affine, Envelope, ScratchMoment
@@ -33,16 +34,21 @@ def segments_of(
     kept = [
         linear_bytes([(record.copy_of or record).kept_bytes for record in records], samples) for records in by_segment
     ]
-    found = _with_kept([_segment(records, samples) for records in by_segment], kept)
-    return found if every_moment else list(map(_with_highest, found))
+    phases: _Phases = {}
+    found = _with_kept([_segment(records, samples, phases) for records in by_segment], kept)
+    return found if every_moment else _with_highest(found)
 
 
-def _with_highest(segment: Segment) -> Segment:
-    forward, backward = (
-        replace(phase, peak_bytes=replace(peak, pieces=Envelope.above(peak.pieces).pieces))
-        for phase in (segment.forward, segment.backward) for peak in (phase.peak_bytes,)
-    )  # fmt: skip
-    return replace(segment, forward=forward, backward=backward)
+def _with_highest(segments: Sequence[Segment]) -> list[Segment]:
+    known: dict[int, PhaseCost] = {}  # equal blocks share their phases
+
+    def shorter(phase: PhaseCost) -> PhaseCost:
+        if id(phase) not in known:
+            peak = phase.peak_bytes
+            known[id(phase)] = replace(phase, peak_bytes=replace(peak, pieces=Envelope.above(peak.pieces).pieces))
+        return known[id(phase)]
+
+    return [replace(one, forward=shorter(one.forward), backward=shorter(one.backward)) for one in segments]
 
 
 def _without_unused(trace: Sequence[SegmentRecord]) -> list[SegmentRecord]:
@@ -127,17 +133,28 @@ def _excess(one: Affine, other: Affine) -> Affine:
     )
 
 
-def _segment(records: Sequence[SegmentRecord], samples: Samples) -> Segment:
+_Phases: TypeAlias = dict[tuple[int, ...], PhaseCost]
+"""Fitted phases by the identities of their records and the bytes below them."""
+
+
+def _segment(records: Sequence[SegmentRecord], samples: Samples, phases: _Phases) -> Segment:
     traced = [record.copy_of or record for record in records]
     ends = [t.end_bytes - _released(record) for t, record in zip(traced, records, strict=True)]
+
+    def phase(records: Sequence[PhaseRecord], floors: Sequence[int]) -> PhaseCost:
+        key = (*map(id, records), *floors)
+        if key not in phases:
+            phases[key] = _phase(records, floors, samples)
+        return phases[key]
+
     return Segment(
         unit=records[0].unit,
         saved_bytes=linear_bytes([end - t.start_bytes for t, end in zip(traced, ends, strict=True)], samples),
         sent_bytes=linear_bytes([t.sent_bytes for t in traced], samples),
         gradients=tuple(records[0].gradients),
         gradient_bytes=linear_bytes([t.input_gradient_bytes for t in traced], samples),
-        forward=_phase([t.forward for t in traced], [t.start_bytes for t in traced], samples),
-        backward=_phase([t.backward for t in traced], ends, samples),
+        forward=phase([t.forward for t in traced], [t.start_bytes for t in traced]),
+        backward=phase([t.backward for t in traced], ends),
     )
 
 

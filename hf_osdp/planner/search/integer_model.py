@@ -14,8 +14,7 @@ from .options import Option, Timeline, UnitGroup
 
 if TYPE_CHECKING:
     from ortools.linear_solver import linear_solver_pb2
-    from ortools.sat import cp_model_pb2
-    from ortools.sat.python import cp_model
+    from ortools.sat.python import cp_model, cp_model_helper
 
     Bytes: TypeAlias = cp_model.LinearExpr | int
     Count: TypeAlias = cp_model.IntVar
@@ -282,7 +281,9 @@ class IntegerModel:
             constraint.only_enforce_if(list(literals))
 
 
-def _scaled(program: cp_model_pb2.CpModelProto, *, whole: bool) -> tuple[linear_solver_pb2.MPModelProto, list[float], float]:
+def _scaled(
+    program: cp_model_helper.CpModelProto, *, whole: bool
+) -> tuple[linear_solver_pb2.MPModelProto, list[float], float]:
     """Return a linear CP-SAT program for a linear solver, over real numbers unless `whole`, with the unit of each
     variable and that of the objective.
 

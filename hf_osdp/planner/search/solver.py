@@ -29,7 +29,7 @@ _FEW, _MORE = 12, 4
 """Options of each group in the search for a first plan, and the factor by which they grow while none is found."""
 _FIRST_GAP = 1e-3
 """Relative gap of the search for a first plan, which only bounds the search after it."""
-_SCIP_WORK, _MOST_NODES, _MOST_WORK = 10.0, 100, 8.0
+_SCIP_WORK, _MOST_NODES, _MOST_WORK = 6.0, 100, 8.0
 """Limits of one search: SCIP's work at one node; nodes of branch and bound; CP-SAT's work. Beyond them the search
 returns its best plan, with the gap that it proved. Work is in deterministic seconds: no limit depends on a clock, so
 that equal problems always give equal plans."""
