@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ..distributed.device import free_workspaces
 from ..distributed.mesh import world_size
 from ..modeling.step_hooks import after_step
+from ..modeling.wrapping import in_any_mode
 from ..planner.hardware import CollectiveTiming
 from ..planner.plan import Plan
 from ..tracing.memory_tracker import MemoryTracker
@@ -62,7 +63,8 @@ class StepMeter:
     The first step warms up and is not timed. On CUDA the peak is the allocator's largest peak of all steps, less the
     workspaces of matrix products, which plans count as reserved by the device. On the CPU it is the peak of live
     tensor bytes (`MemoryTracker`) in the second step, which is not timed; None if code skips the tracker. With several
-    ranks, the next `clocked_steps` time only their collectives (`CollectiveClock`).
+    ranks, the next `clocked_steps` time only their collectives (`CollectiveClock`). A step that begins in a dispatch
+    mode of the loop is only timed.
     """
 
     def __init__(
@@ -159,6 +161,8 @@ class StepMeter:
         )
 
     def _enter(self) -> None:
+        if in_any_mode():  # it may end within the step, and would take this one off
+            return
         if self.steps == 1 and not self._on_cuda:
             self._mode = MemoryTracker(block_bytes=1, device_type=self._device.type)
             self._mode.track(self._held())

@@ -104,6 +104,11 @@ class SkippableMode(TorchDispatchMode):
             _push_mode(mode)
 
 
+def in_any_mode() -> bool:
+    """Whether operators run under some dispatch mode. Leaving it takes off the mode that was entered last."""
+    return bool(_get_current_dispatch_mode_stack())
+
+
 def has_running_statistics(module: nn.Module, *, itself: bool = False) -> bool:
     """Whether a module cannot be recomputed: a second forward would update running statistics twice; `itself` skips
     submodules.

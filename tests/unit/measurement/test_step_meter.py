@@ -258,6 +258,31 @@ class Plain(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def test_loop_meter_enters_no_mode_inside_one_that_ends_within_the_step():
+    class Counts(TorchDispatchMode):
+        operators = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.operators += 1
+            return func(*args, **kwargs or {})
+
+    model = torch.nn.Linear(2, 2)
+    optimizer, reports = torch.optim.SGD(model.parameters()), []
+    meter = LoopMeter(
+        model, torch.device("cpu"), reports.append, SimpleNamespace(accumulation_steps=1), may_skip=False
+    )
+    for _ in range(3):
+        with Counts() as counts:
+            loss = model(torch.ones(1, 2)).sum()
+        assert not _get_current_dispatch_mode_stack()
+        of_forward = counts.operators
+        loss.backward()
+        optimizer.step()
+        assert counts.operators == of_forward
+    meter.finish()
+    assert reports[0].peak_bytes is None and reports[0].steps == 3
+
+
 def test_loop_meter_does_not_keep_a_deleted_model_alive():
     gc.collect()  # meters of other tests take their hooks off when they go
     before = global_hooks()

@@ -18,7 +18,7 @@ from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.search.compare import compare_strategies
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.search.wires import fastest_wires
-from hf_osdp.planner.training_job import EXACT, Precision, TrainingJob
+from hf_osdp.planner.training_job import EXACT, FORMATS, Precision, TrainingJob
 from hf_osdp.planner.wire import WireFormat, formats_up_to
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.preparation.plan_run import check_communication
@@ -33,6 +33,10 @@ LAYOUTS = [
     UnitLayout(shard_size=size, stage_size=stage, reshard_after_forward=True)
     for size, stage in ((1, 1), (2, 1), (4, 1), (4, 2))
 ]
+
+
+def test_communication_may_be_asked_for_by_each_format_and_none_else():
+    assert FORMATS == (EXACT, *WireFormat)
 
 
 def with_wires(unit, layout, hardware, job) -> UnitLayout:
