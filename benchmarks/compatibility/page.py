@@ -29,9 +29,9 @@ every step are compared.
 - **refused**: a one-line error on every process, before the first step (or after training, for saving). The line is quoted below.
 - **not applicable**: the stock stack does not run it either; its reason is quoted below.
 
-In two cases stock DDP itself is wrong, and one process is the reference: DDP multiplies the loss of models that ignore the number of items
-by the number of processes (`average_tokens_across_devices`; rows of such models switch that off), and it does not reduce gradients if an
-evaluation came before training.
+In one case stock DDP itself is wrong, and one process is the reference: DDP does not reduce gradients if an evaluation came before
+training. The stock Trainer multiplies the loss of models that ignore the number of items by the number of processes
+(`average_tokens_across_devices`), and so does a plan; rows of such models switch that off, but for one.
 
 If a row differs in silence, crashes or hangs, the command fails. The page is written by
 

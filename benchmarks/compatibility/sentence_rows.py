@@ -72,7 +72,7 @@ row("MultipleNegativesRankingLoss", _GROUP, daily=True)(
 row("CosineSimilarityLoss", _GROUP)(partial(_train, loss=losses.CosineSimilarityLoss, data=_pairs(True)))
 row("CoSENTLoss", _GROUP)(partial(_train, loss=losses.CoSENTLoss, data=_pairs(True)))
 row("CachedMultipleNegativesRankingLoss", _GROUP)(
-    partial(_train, loss=partial(losses.CachedMultipleNegativesRankingLoss, mini_batch_size=1), data=_pairs(False))
+    partial(_train, loss=partial(losses.CachedMultipleNegativesRankingLoss, mini_batch_size=4), data=_pairs(False))
 )
 row("SoftmaxLoss, which has parameters of its own", _GROUP, expected=Verdict.REFUSED)(
     partial(

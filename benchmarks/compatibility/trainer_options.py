@@ -109,11 +109,9 @@ _option("use_liger_kernel", about={"expected": Verdict.NOT_APPLICABLE}, use_lige
 _option("deepspeed", about={"expected": Verdict.NOT_APPLICABLE}, deepspeed={"zero_optimization": {"stage": 2}})
 
 
-@row("average_tokens_across_devices, a model that ignores the count", _GROUP, oracle=Oracle.ALONE)
+@row("average_tokens_across_devices, a model that ignores the count", _GROUP)
 def _ignored_count(side: Side) -> Figures:
-    """Compare with one process, because stock DDP multiplies such a model's loss and gradients by the number of
-    processes.
-    """
+    """The stock Trainer multiplies such a model's loss by the number of processes."""
     return trained(side, tiny("BertForMaskedLM"), masked(evenly=True))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +9,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import load_file, save_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
@@ -161,11 +157,10 @@ def _early(side: Side) -> Figures:
     return trained(side, gpt2(), tokens(), given=given, **options)
 
 
-def _resumed(side: Side, between: Callable[[], None] = lambda: None, **options: Any) -> Figures:
+def _resumed(side: Side, **options: Any) -> Figures:
     options = {"save_strategy": "steps", "save_steps": 2, **options}
     first = side.trainer()(model=gpt2(), args=side.arguments(**options), train_dataset=tokens())
     first.train()
-    between()
     second = side.trainer()(model=gpt2(initializer_range=0.3), args=side.arguments(**options), train_dataset=tokens())
     second.train(resume_from_checkpoint=str(side.folder / "checkpoint-2"))
     return [*logged(first), *logged(second)]
@@ -174,23 +169,6 @@ def _resumed(side: Side, between: Callable[[], None] = lambda: None, **options: 
 @row("resume_from_checkpoint", _GROUP)
 def _resume(side: Side) -> Figures:
     return _resumed(side)
-
-
-@row("resume_from_checkpoint, weights divided into files after saving", _GROUP)
-def _resume_divided(side: Side) -> Figures:
-    def divide() -> None:
-        if dist.get_rank() == 0:
-            file = side.folder / "checkpoint-2" / "model.safetensors"
-            weights = load_file(file)
-            file.unlink()
-            parts = split_torch_state_dict_into_shards(weights, max_shard_size="20KB")
-            for name, held in parts.filename_to_tensors.items():
-                save_file({key: weights[key] for key in held}, file.parent / name, metadata={"format": "pt"})
-            index = {"metadata": {}, "weight_map": parts.tensor_to_filename}
-            (file.parent / f"{file.name}.index.json").write_text(json.dumps(index))
-        dist.barrier()
-
-    return _resumed(side, between=divide)
 
 
 @row("made without data, which comes with predict and evaluate", _GROUP)
@@ -229,7 +207,7 @@ def _reloaded(side: Side) -> Figures:
 
 
 def _sums(state: dict[str, torch.Tensor]) -> dict[str, float]:
-    return {name: float(value.double().abs().sum()) for name, value in state.items()}
+    return {name: float(value.detach().double().abs().sum()) for name, value in state.items()}
 
 
 @row("trained twice in a row", _GROUP)
@@ -277,16 +255,16 @@ class _Averaging(TrainerCallback):
                     parameter.copy_(mean)
 
 
-def _sums(model: torch.nn.Module) -> dict[str, float]:
-    return {name: float(parameter.detach().double().abs().sum()) for name, parameter in model.named_parameters()}
-
-
 @row("a callback that averages weights in a whole copy", _GROUP)
 def _averaged(side: Side) -> Figures:
     model = llama()
     callback = _Averaging(model)
     return trained(
-        side, model, tokens(), given={"callbacks": [callback]}, then=lambda trainer: _sums(callback.average.module)
+        side,
+        model,
+        tokens(),
+        given={"callbacks": [callback]},
+        then=lambda trainer: _sums(dict(callback.average.module.named_parameters())),
     )
 
 
@@ -294,7 +272,11 @@ def _averaged(side: Side) -> Figures:
 def _bema(side: Side) -> Figures:
     callback = BEMACallback(update_freq=1)
     return trained(
-        side, llama(), tokens(), given={"callbacks": [callback]}, then=lambda trainer: _sums(callback.running_model)
+        side,
+        llama(),
+        tokens(),
+        given={"callbacks": [callback]},
+        then=lambda trainer: _sums(dict(callback.running_model.named_parameters())),
     )
 
 

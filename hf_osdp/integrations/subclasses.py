@@ -23,6 +23,7 @@ from transformers import Trainer as StockTrainer
 from ..distributed.fsdp_internals import parameter_groups, stays_gathered
 from ..modeling.batch import Loss
 from ..modeling.units import canonical_name
+from ..sharding.unit_order import called_alone
 from ..tracing.fake_model import rebound
 from ..tracing.tensors import DEVICE, fake_like
 
@@ -83,7 +84,8 @@ def full_weights(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterato
                 hidden.append((module, leaf, parameter))
                 module._parameters[leaf] = nn.Parameter(whole, requires_grad=False)
     try:
-        yield
+        with called_alone(model):  # a model card of sentence-transformers has an example's output
+            yield
     finally:
         for module, leaf, parameter in hidden:
             module._parameters[leaf] = parameter

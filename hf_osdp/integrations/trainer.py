@@ -181,7 +181,8 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
             super().save_model(output_dir, _internal_call)
             return
         state = self.accelerator.get_state_dict(self.model)
-        on_every_rank(lambda: self._save(output_dir or self.args.output_dir, state_dict=state))
+        folder, writes = output_dir or self.args.output_dir, self.args.should_save
+        on_every_rank(lambda: self._save(folder, state_dict=state) if writes else None)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

@@ -252,7 +252,8 @@ class LoopMeter:
         self._meter.abandon()
 
     def _forward_begins(self, module: nn.Module, args: object, kwargs: object) -> None:
-        if not (module.training and torch.is_grad_enabled()):
+        is_in_backward = torch._C._current_graph_task_id() != -1  # a mode entered there is gone after it
+        if is_in_backward or not (module.training and torch.is_grad_enabled()):
             return
         if self._passes in (0, self._micro_steps):
             self._passes = 0

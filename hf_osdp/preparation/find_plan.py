@@ -346,7 +346,7 @@ class Describer:
 
 def _has_usual_batch(model: nn.Module) -> bool:
     try:
-        training_batch(model, 1)
+        training_batch(model, 1)(1)
     except (DescriptionError, AttributeError):
         return False
     return True

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ from torch import nn
 
 from ..distributed.fsdp_internals import FSDPParam, TrainingState, UnitGroup, parameter_groups, whole_parameter
 from ..distributed.process_group import all_gather_objects
-from ..modeling.replaced import setting
+from ..modeling.replaced import replaced, setting
 from .unit_agreement import (
     GATHER,
     REDUCE,
@@ -44,6 +44,7 @@ from .unit_agreement import (
 _LATER = 2
 """Calls of the model since the last backward, above which they are of one kind."""
 _generates = ContextVar("generates", default=False)
+_is_alone = ContextVar("is_alone", default=False)
 
 
 def generating() -> AbstractContextManager[None]:
@@ -51,6 +52,15 @@ def generating() -> AbstractContextManager[None]:
     have any.
     """
     return setting(_generates, True)
+
+
+@contextmanager
+def called_alone(model: nn.Module) -> Iterator[None]:
+    """Let one rank call a sharded model by itself, with whole weights in its modules: nothing is gathered or freed."""
+    with setting(_is_alone, True), ExitStack() as stack:
+        for group in {group for module in model.modules() for group in parameter_groups(module)}:
+            stack.enter_context(replaced(group, gathers=lambda *_: None, is_pinned=True))
+        yield
 
 
 @dataclass(slots=True, kw_only=True)
@@ -158,7 +168,7 @@ class UnitOrder:
         self._touched.clear()
 
     def _call_begins(self, module: nn.Module, args: object) -> None:
-        if self._outermost is None and torch._C._current_graph_task_id() == -1:
+        if self._outermost is None and not _is_alone.get() and torch._C._current_graph_task_id() == -1:
             self._outermost, self._error_before = module, sys.exc_info()[1]
             if self._phase is None or self._phase.kind.is_backward:  # a backward that raised has not ended its phase
                 self._begin(Kind(trains=torch.is_grad_enabled(), calls=self._calls))

@@ -44,6 +44,9 @@ reads them.
 """
 ASSUMED = {aten.all.default: True, aten.isnan.default: False, aten.isinf.default: False}
 """Results of operators on values that are not known: what code checks before it goes on."""
+_DRAWN = 1 - 2**-7
+"""Assumed value of a single uniform random number, which decides whether something runs: LayerDrop leaves a layer out
+below a threshold, LyCORIS adapters run above one."""
 _INDEXING = frozenset(
     {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index, aten._unsafe_index_put}
 )
@@ -195,6 +198,9 @@ class KnownValues(TorchDispatchMode):
         if real is _UNKNOWN and func in ASSUMED and self._is_small(made[0]):
             with _disable_current_modes():
                 real = torch.full(made[0].shape, ASSUMED[func])
+        if func is aten.rand.default and made[0].numel() == 1:
+            with _disable_current_modes():
+                real = torch.full(made[0].shape, _DRAWN, dtype=made[0].dtype)
         if real is _UNKNOWN:
             for tensor in _written(func, args, kwargs) if func._schema.is_mutable else ():
                 self._values.pop(tensor.untyped_storage()._cdata, None)

@@ -28,7 +28,8 @@ def segments_of(
     """
     if len({tuple(record.unit for record in trace) for trace in traces}) > 1:
         raise DescriptionError(
-            f"The model runs other units with {samples[0]} samples than with {samples[-1]}; its costs are not linear."
+            f"The model runs other units with {samples[0]} samples than with {samples[-1]}: its costs are not linear;"
+            f" a loss that runs the model in mini-batches needs mini-batches of more than {samples[-1]} samples."
         )
     by_segment = list(zip(*map(_without_unused, traces), strict=True))
     kept = [

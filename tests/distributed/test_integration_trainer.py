@@ -273,3 +273,26 @@ def test_trainer_switched_off_is_the_stock_one(tmp_path):
     want = run_ranks(train_without_osdp, 2, StockTrainer, str(tmp_path / "stock"), init=False)
     got = run_ranks(train_switched_off, 2, str(tmp_path / "off"), init=False)
     assert got == want and got[0][0] == "Accelerator"
+
+
+class CallsModelToSave(PlannedTrainer):
+    """Like sentence-transformers' trainer, whose model card has the output of an example, on the rank that writes."""
+
+    def _save(self, output_dir=None, state_dict=None):
+        with torch.no_grad():
+            self.output = self.model(torch.arange(LENGTH)[None]).logits
+        super()._save(output_dir, state_dict=state_dict)
+
+
+@pytest.mark.on_ranks(2, init=False)
+def test_rank_that_saves_may_call_the_model_alone(tmp_path):
+    first = in_float32(tmp_path / "first", kind=CallsModelToSave, save_strategy="steps", save_steps=2)
+    plain = in_float32(tmp_path / "plain")
+    for trainer in (first, plain):
+        trainer.train()
+    assert history(first) == history(plain)
+    first.save_model()
+    assert hasattr(first, "output") == (dist.get_rank() == 0)
+    if dist.get_rank() == 0:
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+        assert torch.equal(saved(torch.arange(LENGTH)[None]).logits, first.output)

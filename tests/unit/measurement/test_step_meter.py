@@ -283,6 +283,25 @@ def test_loop_meter_enters_no_mode_inside_one_that_ends_within_the_step():
     assert reports[0].peak_bytes is None and reports[0].steps == 3
 
 
+def test_loop_meter_counts_no_forward_inside_backward():
+    """Losses that keep gradients of outputs (GradCache) run the model again in backward, whose modes end with it."""
+    model, optimizer, _meter, told = metered(steps=3)
+
+    def run_again(gradient):
+        with torch.enable_grad():
+            model(torch.ones(ELEMENTS)).backward(gradient)
+
+    for _ in range(4):
+        with torch.no_grad():
+            outputs = model(torch.ones(ELEMENTS))
+        outputs.requires_grad_().register_hook(run_again)
+        outputs.backward()
+        optimizer.step()
+        assert not _get_current_dispatch_mode_stack()
+        optimizer.zero_grad()
+    assert not told
+
+
 def test_loop_meter_does_not_keep_a_deleted_model_alive():
     gc.collect()  # meters of other tests take their hooks off when they go
     before = global_hooks()

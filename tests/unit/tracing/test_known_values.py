@@ -168,3 +168,9 @@ def test_loss_of_detection_is_traced_with_its_boxes(name, caplog):
     assert sum(segment.saved_bytes(2) for segment in segments) == pytest.approx(
         real.current_bytes, rel=DETECTION[name]
     )
+
+
+def test_single_random_number_decides_that_layers_and_adapters_run():
+    with FakeTensorMode(), KnownValues(alone=True):
+        assert not torch.rand([]) < 0.9, "LayerDrop would leave the layer out"
+        assert torch.rand(1) > 0.0, "LyCORIS would leave the adapter out"
