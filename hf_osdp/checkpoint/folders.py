@@ -168,11 +168,11 @@ def lock_checkpoints(parent: Path, name: str | None = None) -> None:
             _log.warning(
                 "Another run writes checkpoints into %s; waiting up to %g s for it to end.", parent, _LOCK_WAIT_S
             )
-            lock.acquire(timeout=_LOCK_WAIT_S)
+            _wait_for(lock, path)
     except Timeout:
         raise CheckpointError(f"Another run writes checkpoints into {parent}; give this run another folder.") from None
     except OSError as error:
-        if path.exists():  # else the first checkpoint reports a folder that cannot be written
+        if os.path.exists(path):  # else the first checkpoint reports a folder that cannot be written
             _log.warning(
                 "%s cannot be locked (%s): let no other run write checkpoints there, and remove by hand what"
                 " interrupted runs leave in %s.",
@@ -185,6 +185,13 @@ def lock_checkpoints(parent: Path, name: str | None = None) -> None:
     for left in (*staged, *path.parent.glob(pattern), *path.parent.glob(f"{pattern}{_REMOVED}")):
         if lock.is_locked:  # else another run may be writing it
             shutil.rmtree(left, ignore_errors=True)
+
+
+def _wait_for(lock: FileLock, path: Path) -> None:
+    while not lock.is_locked:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # the run that held it removes the empty folder when it ends
+            lock.acquire(timeout=_LOCK_WAIT_S)
 
 
 def unlock_checkpoints(parent: Path, name: str | None = None) -> None:

@@ -352,10 +352,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
     def _report(self, measured: Observation) -> None:
         """Print estimate and measurement; also write them into `project_dir` if it is set and `report` is on."""
         self.measured = measured
-        folder = self.project_dir if self._config.report else None
-        if folder is not None:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        announce_result(self._planned, measured, folder)
+        announce_result(self._planned, measured, self.project_dir if self._config.report else None)
 
     def wait_for_everyone(self) -> None:
         """Wait on the host, since a rank may save for longer than NCCL's timeout, and may not see a GPU with its

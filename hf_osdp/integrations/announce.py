@@ -97,7 +97,11 @@ def announce_result(run: PlannedRun, measured: Observation, output_dir: str | Pa
         measured=plain(measured),
         recalibration=_rounds_content(run),
     )
-    console.print(f"Report: {write_report(content, output_dir)}")
+    try:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        console.print(f"Report: {write_report(content, output_dir)}")
+    except OSError as error:  # in the midst of a training, which goes on
+        console.print(f"The report could not be written into {output_dir} ({error.strerror}).")
 
 
 def _rounds_content(run: PlannedRun) -> list[dict[str, object]]:

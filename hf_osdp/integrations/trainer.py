@@ -226,15 +226,18 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
             self._plan_now(trains=True)
         assert self._run is not None
         copy_changes(self.args, *self._given_args)
+        self.accelerator.project_configuration.project_dir = self.args.output_dir
         refuse_changes(self, self._run)
         try:
             with self.accelerator.out_of_memory_explained(), mixing_explained(in_loss=False):
                 output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
         finally:
             self._stop.abandon()  # in case an error ended training
+            if (meter := self.accelerator.loop_meter) is not None:
+                meter.discard()
         self._finish_checkpoints()
-        if self.accelerator.loop_meter is not None:
-            self.accelerator.loop_meter.finish()  # reports a short training
+        if meter is not None:
+            meter.finish()  # reports a short training
         self._stop.exit()
         return output
 

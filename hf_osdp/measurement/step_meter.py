@@ -251,6 +251,11 @@ class LoopMeter:
         self._optimizer = None
         self._meter.abandon()
 
+    def discard(self) -> None:
+        """Forget a step that an error has interrupted."""
+        self._passes = 0
+        self._meter.abandon()
+
     def _forward_begins(self, module: nn.Module, args: object, kwargs: object) -> None:
         is_in_backward = torch._C._current_graph_task_id() != -1  # a mode entered there is gone after it
         if is_in_backward or not (module.training and torch.is_grad_enabled()):

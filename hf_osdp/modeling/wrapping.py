@@ -96,9 +96,7 @@ class SkippableMode(TorchDispatchMode):
         counts FLOPs.
         """
         modes, above = _get_current_dispatch_mode_stack(), []
-        if not any(mode is self for mode in modes):
-            return
-        while modes[-1] is not self:
+        while any(mode is self for mode in modes) and modes[-1] is not self:
             above.append(_pop_mode())
             modes.pop()
         super().__exit__(*exception)

@@ -142,11 +142,13 @@ def _found(model: Any, images: int, sequence_length: int) -> tuple[Pixels, Pictu
     if not arguments.keys().isdisjoint(_SEEN):
         pixels = _attended(model, vision, images, sequence_length)
         return pixels, Pictures(number=images, size=vision.size, tokens=0)
-    kind = type(model), model.config.to_json_string(use_diff=False), images
+    attention = getattr(model.config, "_attn_implementation", None)
+    kind = type(model), model.config.to_json_string(use_diff=False), attention, images
     for number, pixels in enumerate(_forms(model, vision, images)):
         if (rows := _ROWS.get((kind, number))) is None:
-            rows = _ROWS[kind, number] = _rows_of_features(model, pixels(1))
+            rows = _rows_of_features(model, pixels(1))
         if rows and rows % images == 0:
+            _ROWS[kind, number] = rows
             return pixels, Pictures(number=images, size=vision.size, tokens=rows // images)
     return None
 

@@ -9,12 +9,14 @@ import fcntl
 import multiprocessing
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
+from filelock import FileLock, Timeout
 
 from hf_osdp.checkpoint import folders
-from hf_osdp.checkpoint.folders import PARTIAL, Manifest, lock_checkpoints, unlock_checkpoints
+from hf_osdp.checkpoint.folders import PARTIAL, Manifest, _lock_path, lock_checkpoints, unlock_checkpoints
 from hf_osdp.checkpoint.resume import checkpoint_to_resume, last_checkpoint, recorded_manifest
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.errors import CheckpointError
@@ -145,3 +147,29 @@ def test_working_directory_that_was_deleted_does_not_stop_a_save(tmp_path, monke
     assert last_checkpoint(tmp_path / "run").name == "checkpoint-1"
     with pytest.raises(CheckpointError, match=r"checkpoint-1 cannot be written .*; give a folder that is writable"):
         saved(Path("checkpoint-1"))
+
+
+def test_waiting_run_gets_the_lock_though_the_other_removes_the_folder(tmp_path):
+    path = _lock_path(tmp_path, "last")
+    path.parent.mkdir()
+    other = FileLock(path, thread_local=False)
+    other.acquire()
+
+    def ends():  # as `unlock_checkpoints` of the other run
+        path.unlink()
+        path.parent.rmdir()
+        other.release()
+
+    threading.Timer(0.3, ends).start()
+    lock_checkpoints(tmp_path, "last")
+    assert path.exists() and not _can_lock(path)
+    unlock_checkpoints(tmp_path, "last")
+    assert not path.parent.exists()
+
+
+def _can_lock(path):
+    try:
+        with FileLock(path, timeout=0):
+            return True
+    except Timeout:
+        return False
