@@ -28,8 +28,8 @@ _ANY_SIZE = 448
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "image_patch_id")
 _SEEN = ("cross_attention_mask", "image_attention_mask")
 """Masks of pictures to which the text attends."""
-_ROWS: dict[tuple[object, int], int] = {}
-"""Rows of features by kind of model and form of pictures: a model is described several times, once for each split."""
+_FOUND: dict[tuple[object, ...], tuple[int, int]] = {}
+"""The form of pictures of a kind of model, with its rows of features: a model is described once for each split."""
 _STARTS = ("vision_start_token_id", "image_start_token_id", "boi_token_id", "boi_token_index")
 
 
@@ -144,12 +144,13 @@ def _found(model: Any, images: int, sequence_length: int) -> tuple[Pixels, Pictu
         return pixels, Pictures(number=images, size=vision.size, tokens=0)
     attention = getattr(model.config, "_attn_implementation", None)
     kind = type(model), model.config.to_json_string(use_diff=False), attention, images
+    known = _FOUND.get(kind)
     for number, pixels in enumerate(_forms(model, vision, images)):
-        if (rows := _ROWS.get((kind, number))) is None:
-            rows = _rows_of_features(model, pixels(1))
-        if rows and rows % images == 0:
-            _ROWS[kind, number] = rows
-            return pixels, Pictures(number=images, size=vision.size, tokens=rows // images)
+        if known is None or known[0] == number:
+            rows = _rows_of_features(model, pixels(1)) if known is None else known[1]
+            if rows and rows % images == 0:
+                _FOUND[kind] = number, rows
+                return pixels, Pictures(number=images, size=vision.size, tokens=rows // images)
     return None
 
 

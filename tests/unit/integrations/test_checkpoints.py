@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import TrainerCallback, TrainingArguments
 
 from hf_osdp.checkpoint.folders import MANIFEST_NAME
@@ -250,3 +251,29 @@ def test_best_checkpoint_may_be_last_that_is_not_complete_yet(tmp_path):
     run = planned(tmp_path, max_steps=2, osdp={"async_save": True}, learning_rate=1e-2, **best)
     run.train()
     assert names(tmp_path) == ["checkpoint-2"] and run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+
+
+def test_report_that_cannot_be_written_ends_no_training(tmp_path, capsys):
+    (tmp_path / "osdp_report.json").mkdir()
+    run = planned(tmp_path, save_steps=100)
+    run.train()
+    assert run.state.global_step == 4 and "The report could not be written" in capsys.readouterr().out
+
+
+def test_training_that_an_error_ended_leaves_no_mode(tmp_path):
+    run = planned(tmp_path, save_steps=100)
+    stock, calls = run.compute_loss, []
+
+    def fails_once(*args, **kwargs):
+        loss = stock(*args, **kwargs)
+        calls.append(1)
+        if len(calls) == 2:  # the step whose tensors are counted
+            raise KeyError("the reason")
+        return loss
+
+    run.compute_loss = fails_once
+    with pytest.raises(KeyError, match="the reason"):
+        run.train()
+    assert not _get_current_dispatch_mode_stack()
+    run.train()
+    assert run.accelerator.measured.steps == 5 and run.accelerator.measured.peak_bytes is not None
