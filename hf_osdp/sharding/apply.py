@@ -1,4 +1,4 @@
-"""Apply a plan to a model; the only caller of `fully_shard`."""
+"""Apply a plan to a model; the only caller of `fully_shard` on a user's model."""
 
 from __future__ import annotations
 
