@@ -126,7 +126,7 @@ def _failed(error: BaseException, row: Row, *, in_time: bool) -> Outcome:
         error=line,
         error_type=type(error).__name__,
         is_refusal=isinstance(error, (ValueError, OSDPError, NotImplementedError)) and is_from and is_line and in_time,
-        trace="".join(traceback.format_exception(error)[-40:]),
+        trace="".join(traceback.format_exception(error)[-4:]),
     )
 
 
