@@ -10,6 +10,7 @@ import typer
 from hf_osdp.cli.app import app
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.presets import preset, preset_names
+from hf_osdp.preparation.config import GROUPS
 from hf_osdp.quantities import format_bytes
 
 MARK = "<!-- generated -->"
@@ -67,5 +68,20 @@ def preset_table() -> str:
     return "\n".join([*lines, "", "## Where the figures are from", "", *sources])
 
 
-PAGES: dict[str, Callable[[], str]] = {"cli": cli_reference, "presets": preset_table}
+def options_by_subject() -> str:
+    """Every option of `OSDPConfig`, by subject."""
+    return "\n".join(line for subject, names in GROUPS.items() for line in _subject(subject, names))
+
+
+def _subject(subject: str, names: tuple[str, ...]) -> Iterator[str]:
+    yield f"## {subject}\n\n```{{eval-rst}}"
+    yield from (f".. autoattribute:: hf_osdp.OSDPConfig.{name}" for name in names)
+    yield "```\n"
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "cli": cli_reference,
+    "presets": preset_table,
+    "options": options_by_subject,
+}
 """Page → what stands where its mark is."""

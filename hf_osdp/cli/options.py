@@ -12,9 +12,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from ..planner.placement import HOST_OPTIONS
 from ..planner.presets import preset_names
-from ..preparation.config import LEAST, OSDPConfig, option_texts
+from ..preparation.config import GROUPS, LEAST, OSDPConfig, option_texts
 
 
 def option(metavar: str, text: str, **rules: Any) -> Any:  # noqa: ANN401  (like typer.Option)
@@ -37,16 +36,17 @@ PlotFile = Annotated[
 ]
 
 
-_GROUPS = {
-    "Batch": ("sequence_length", "global_batch_size", "micro_batch_size", "images"),
-    "Devices": ("device", "profile", "num_nodes", "devices_per_node", "precision"),
-    "Memory": (
-        "memory_limit", "memory_margin", "host_memory", "recompute", *HOST_OPTIONS,
-    ),
-    "Layout": ("strategy", "simplicity", "operator_splitting", "split_vocabulary", "communication", "compile"),
-    "Model": ("optimizer", "lora_rank", "lora_targets", "quantize", "block_classes", "auto_class"),
+_REQUESTED = {
+    "Memory": ("host_memory",),
+    "Devices": ("device", "num_nodes", "devices_per_node", "precision"),
+    "Model": ("optimizer", "lora_rank", "lora_targets", "quantize", "auto_class"),
+}
+"""Flags that are not options of a run, by subject (`GROUPS`)."""
+_ONLY_RUNS = {
+    "inputs", "on_oom", "plan", "compare", "reduce_every_micro_step", "hardware", "nodes", "time_blocks",
+    "recalibrate", *GROUPS["Run"],
 }  # fmt: skip
-"""Groups of flags on help pages, in their order."""
+"""Options of a run that have no flag here."""
 _REQUIRED = ("sequence_length", "global_batch_size")
 _VALUES = {"memory_limit": "SIZE", "profile": "FILE", "block_classes": "NAMES"}
 """Names of values that are text, if they are not NAME."""
@@ -144,8 +144,10 @@ def _flags() -> dict[str, inspect.Parameter]:
     hints, texts, own = get_type_hints(OSDPConfig), option_texts(), get_type_hints(Request, include_extras=True)
     options, requested = (inspect.signature(cls).parameters for cls in (OSDPConfig, Request))
     found = {"model": requested["model"].replace(annotation=own["model"])}
-    for group, names in _GROUPS.items():
-        for name in names:
+    for group in {**GROUPS, **_REQUESTED}:
+        for name in (*GROUPS.get(group, ()), *_REQUESTED.get(group, ())):
+            if name in _ONLY_RUNS:
+                continue
             if name in requested:
                 found[name] = requested[name].replace(annotation=own[name])
             else:

@@ -15,7 +15,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
 from ..errors import one_line
-from ..preparation.config import OSDPConfig, option_texts
+from ..preparation.config import GROUPS, option_texts
 from .launch import launch_request
 
 
@@ -44,10 +44,12 @@ def parse_arguments(types: Sequence[type], argv: Sequence[str]) -> tuple[Any, ..
                 "--osdp", type=string_to_bool, help="False: the stock Trainer. Default: set by the accelerate file."
             )
         texts = option_texts()
-        for option in fields(OSDPConfig):
-            if option.name not in script_options:
-                text = texts.get(option.name, "").replace("%", "%%")
-                parser.add_argument(f"--{option.name}", type=yaml.safe_load, help=text)
+        for group, names in GROUPS.items():
+            section = parser.add_argument_group(f"OSDP: {group.lower()}")
+            for name in names:
+                if name not in script_options:
+                    text = texts.get(name, "").replace("%", "%%")
+                    section.add_argument(f"--{name}", type=yaml.safe_load, help=text)
         if argv and argv[0].endswith((".yaml", ".yml", ".json")):
             argv = [*_flags_of_file(argv[0]), *argv[1:]]
         *arguments, options = parser.parse_args_into_dataclasses(list(argv))

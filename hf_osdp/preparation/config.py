@@ -32,6 +32,18 @@ _TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
         ),
     ),
 }
+GROUPS = {
+    "Batch": ("sequence_length", "images", "global_batch_size", "micro_batch_size", "inputs"),
+    "Devices": ("hardware", "nodes", "profile", "time_blocks", "recalibrate"),
+    "Memory": ("memory_limit", "memory_margin", *HOST_OPTIONS, "recompute", "on_oom"),
+    "Layout": (
+        "strategy", "simplicity", "block_classes", "operator_splitting", "split_vocabulary", "compile", "plan",
+        "compare",
+    ),
+    "Communication": ("communication", "reduce_every_micro_step"),
+    "Run": ("report", "async_save", "resume_after_restart", "save_on_sigterm"),
+}  # fmt: skip
+"""All options by subject, for help texts and the page of options."""
 LEAST = {"images": 0}
 """Least values of whole numbers, if they are not 1."""
 _IGNORED_WITH_PLAN = (
@@ -51,28 +63,6 @@ class OSDPConfig(Decisions):
         ValueError: at construction, if a value cannot be used; the message gives value, limit and remedy.
     """
 
-    memory_limit: int | float | str | None = None
-    """Memory of each device that training may use, such as 8GiB; default: all of it.
-
-    A number is bytes; text has a unit.
-    """
-    memory_margin: float | None = None
-    """Share of the limit that the plan leaves free; default: 0.02 and 128 MiB on CUDA, whose allocator holds more than
-    tensors, and 0 on the CPU.
-    """
-    simplicity: float = 0.01
-    """Share of a step's time that a simpler plan may cost; 0 takes the fastest.
-
-    Among the plans within the share, the planner takes the one of fewest different layouts, groups of ranks and uses
-    of the host, and states what the fastest plan would have gained.
-    """
-    strategy: Literal["osdp", "fsdp", "ddp", "zero2", "hsdp", "two_stage"] = "osdp"
-    """`osdp` decides for each unit; the others use one layout for all units."""
-    block_classes: tuple[str, ...] | str | None = None
-    """Classes that become units, as one comma-separated text; default: found in the model.
-
-    In Python also as a sequence of names.
-    """
     sequence_length: int | None = None
     """Tokens of one sample.
 
@@ -89,33 +79,9 @@ class OSDPConfig(Decisions):
 
     None takes it from the training arguments or the DataLoader.
     """
-    communication: Communication = "exact"
-    """Coarsest format in which parameters and gradients may be sent over slow links; it changes the rounding of
-    training.
-
-    `int8` has a scale for each block, `int4` is for gradients only, `exact` changes nothing. The planner chooses a
-    format for each unit and direction if it saves time; sums are computed in float32. docs/communication.md shows the
-    effect on the loss.
-    """
-    compile: bool | Literal["auto"] = False
-    """Compile the forward of each block with Inductor before it is sharded.
-
-    Elementwise operators run as one kernel, and less is saved for backward. The first steps take longer, seconds to
-    minutes. Blocks that do not compile as one graph run eager; blocks are not split. `"auto"` compiles if that saves
-    time within the run by the estimate, and logs the reason if it does not.
-    """
-    operator_splitting: bool = True
-    """Split blocks into operator units, and operators into slices, if memory is short and that makes steps faster."""
-    split_vocabulary: bool | None = None
-    """Compute the loss in chunks, or the vocabulary projection in slices, where that pays; outputs.logits are then
-    computed when they are read. Default: as under the Trainer, which allows it if the loss is the model's; other loops
-    need OSDPConfig(split_vocabulary=True).
-    """
     inputs: Callable[[int], Mapping[str, Any]] | None = None
     """A function from a number of samples to forward's keyword arguments, including labels, for a model whose batch
     cannot be derived; Python only. None makes a batch from the model."""
-    plan: Plan | str | Path | None = None
-    """A plan, or the path of a plan file, to run unchanged instead of searching."""
     hardware: Hardware | str | None = None
     """A description or the name of a preset; default: this machine is measured when the run starts."""
     nodes: int | None = None
@@ -135,8 +101,57 @@ class OSDPConfig(Decisions):
     """Before training starts, try the plan for a few steps on a temporary copy of the model, correct the estimates by
     the measurements, and plan again, until the plan no longer changes (at most 3 rounds). The plan that runs was tried
     and fits."""
+    memory_limit: int | float | str | None = None
+    """Memory of each device that training may use, such as 8GiB; default: all of it.
+
+    A number is bytes; text has a unit.
+    """
+    memory_margin: float | None = None
+    """Share of the limit that the plan leaves free; default: 0.02 and 128 MiB on CUDA, whose allocator holds more than
+    tensors, and 0 on the CPU.
+    """
+    on_oom: Literal["raise", "replan"] = "raise"
+    """If a device runs out of memory in spite of the plan, `raise` reports where, and a safer plan; `replan` lets the
+    launcher (`torchrun --max-restarts 3`) restart all ranks with that plan, from the last complete checkpoint."""
+    strategy: Literal["osdp", "fsdp", "ddp", "zero2", "hsdp", "two_stage"] = "osdp"
+    """`osdp` decides for each unit; the others use one layout for all units."""
+    simplicity: float = 0.01
+    """Share of a step's time that a simpler plan may cost; 0 takes the fastest.
+
+    Among the plans within the share, the planner takes the one of fewest different layouts, groups of ranks and uses
+    of the host, and states what the fastest plan would have gained.
+    """
+    block_classes: tuple[str, ...] | str | None = None
+    """Classes that become units, as one comma-separated text; default: found in the model.
+
+    In Python also as a sequence of names.
+    """
+    operator_splitting: bool = True
+    """Split blocks into operator units, and operators into slices, if memory is short and that makes steps faster."""
+    split_vocabulary: bool | None = None
+    """Compute the loss in chunks, or the vocabulary projection in slices, where that pays; outputs.logits are then
+    computed when they are read. Default: as under the Trainer, which allows it if the loss is the model's; other loops
+    need OSDPConfig(split_vocabulary=True).
+    """
+    compile: bool | Literal["auto"] = False
+    """Compile the forward of each block with Inductor before it is sharded.
+
+    Elementwise operators run as one kernel, and less is saved for backward. The first steps take longer, seconds to
+    minutes. Blocks that do not compile as one graph run eager; blocks are not split. `"auto"` compiles if that saves
+    time within the run by the estimate, and logs the reason if it does not.
+    """
+    plan: Plan | str | Path | None = None
+    """A plan, or the path of a plan file, to run unchanged instead of searching."""
     compare: bool = True
     """Also estimate DDP, ZeRO-2, FSDP and HSDP, to compare them with the plan."""
+    communication: Communication = "exact"
+    """Coarsest format in which parameters and gradients may be sent over slow links; it changes the rounding of
+    training.
+
+    `int8` has a scale for each block, `int4` is for gradients only, `exact` changes nothing. The planner chooses a
+    format for each unit and direction if it saves time; sums are computed in float32. docs/communication.md shows the
+    effect on the loss.
+    """
     report: bool = True
     """Write `osdp_report.json`, the plan with its estimate and measurement, into the run's output folder; False keeps
     the folder to checkpoints."""
@@ -149,9 +164,6 @@ class OSDPConfig(Decisions):
     """
     save_on_sigterm: bool = True
     """On SIGTERM at any rank, the Trainer finishes its step, saves a checkpoint and exits."""
-    on_oom: Literal["raise", "replan"] = "raise"
-    """If a device runs out of memory in spite of the plan, `raise` reports where, and a safer plan; `replan` lets the
-    launcher (`torchrun --max-restarts 3`) restart all ranks with that plan, from the last complete checkpoint."""
 
     def allows_communication(self, name: str) -> bool:
         """Return whether values may be sent in the format of this name."""

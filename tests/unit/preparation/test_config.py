@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -12,7 +14,7 @@ from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.training_job import EXACT
 from hf_osdp.planner.wire import WireFormat
-from hf_osdp.preparation.config import OSDPConfig, merged_config, option_texts
+from hf_osdp.preparation.config import GROUPS, OSDPConfig, merged_config, option_texts
 
 
 def test_defaults_leave_everything_to_the_planner():
@@ -94,7 +96,8 @@ def test_names_of_strategies_and_formats_are_the_planners():
     assert get_args(hints["communication"]) == (EXACT, *(wire.value for wire in WireFormat))
 
 
-def test_every_option_has_a_help_text():
+def test_every_option_has_a_help_text_and_one_subject():
+    assert Counter(chain(*GROUPS.values())) == dict.fromkeys((f.name for f in dataclasses.fields(OSDPConfig)), 1)
     texts = option_texts()
     assert texts.keys() == {field.name for field in dataclasses.fields(OSDPConfig)}
     assert all("`" not in text and text.endswith(".") for text in texts.values()), texts
