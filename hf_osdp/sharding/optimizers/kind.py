@@ -15,8 +15,7 @@ from ..gradients import local
 from .trial import COLUMNS, ROWS, after_step, difference_on_shards
 
 ELEMENT_WISE = tuple(
-    getattr(torch.optim, name)
-    for name in ("AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD")
+    cls for name, cls in vars(torch.optim).items() if isinstance(cls, type) and name.lower() in TORCH_STATES
 )
 """torch's optimizers that train on shards as on whole parameters; a subclass may do something else."""
 _MAX_DIFFERENCE = 1e-4
