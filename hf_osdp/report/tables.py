@@ -318,7 +318,7 @@ def comparison_table(rows: Sequence[StrategyResult], memory_limit_bytes: int) ->
 
     title = f"Strategies at their own best batch, estimated, limit {format_bytes(memory_limit_bytes)}"
     strategy = Column("strategy", min_width=len("fsdp, eager, all recomputed"), overflow="fold")
-    peak = Column("peak", justify="right", no_wrap=True, min_width=len("needs 999.9 GiB"))
+    peak = Column("peak", justify="right", overflow="fold", min_width=len("needs 999.9 GiB"))  # or a reason, in lines
     figures: list[str | Column] = ["batch", peak, "step", "samples/s", "osdp gain"]
     return make_table(title, map(cells, rows), text=[strategy], figures=figures)
 
