@@ -19,10 +19,10 @@ them.
 The suite needs Python 3.12, torch, transformers, accelerate, numpy, pandas, psutil, rich, typer, PyYAML and pytest,
 and the following packages (wheels of 32 MiB in total), which must be copied to a machine without a network:
 
-    pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --platform
-        manylinux_2_28_x86_64 \\ --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 --platform
-        manylinux2014_x86_64 -d wheels \\ ortools immutabledict "protobuf>=6.33.1,<6.34" pydantic pydantic-core
-        annotated-types typing-inspection typing-extensions
+    pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \\
+        --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 \\
+        --platform manylinux2014_x86_64 -d wheels ortools immutabledict "protobuf>=6.33.1,<6.34" pydantic \\
+        pydantic-core annotated-types typing-inspection typing-extensions filelock
     pip install --no-index --no-deps --upgrade --target site wheels/*.whl && export PYTHONPATH=$PWD/site
 
 datasets and evaluate are not needed, because steps generate their text and create their models from configurations.
