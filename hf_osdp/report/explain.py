@@ -9,7 +9,7 @@ from enum import Enum
 
 from ..errors import InfeasibleError
 from ..planner.cost.evaluate import PlanEstimate
-from ..planner.cost.memory import estimate_memory
+from ..planner.cost.memory import bytes_needed
 from ..planner.cost.timing import ACTIVATIONS, UnitTimer
 from ..planner.decision import UnitLayout
 from ..planner.description import ModelDescription
@@ -190,8 +190,7 @@ class _RowReasons:
         """Return the peak and the bytes on the host if these units change."""
         problem = self._problem
         changed = [choice if index in units else own for index, own in enumerate(self._choices)]
-        memory = estimate_memory(problem.description, changed, problem.hardware.world_size, problem.job, self._batch)
-        return memory.on(problem.hardware), memory.host_bytes
+        return bytes_needed(problem.description, changed, problem.hardware, problem.job, self._batch)
 
 
 def _find_bottleneck(samples_per_s: float, problem: PlanningProblem) -> Bottleneck:

@@ -14,7 +14,8 @@ from rich import box
 from rich.table import Column, Table
 
 from ..planner.cost.evaluate import PlanEstimate
-from ..planner.cost.memory import MemoryBreakdown, MemoryEstimate, Moment
+from ..planner.cost.memory import MemoryEstimate, Moment
+from ..planner.cost.moments import MemoryBreakdown
 from ..planner.cost.timing import TimeEstimate
 from ..planner.description import ModelDescription, UnitDescription
 from ..planner.hardware import Hardware

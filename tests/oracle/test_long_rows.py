@@ -2,7 +2,7 @@
 over positions.
 
 Promised: the plan is optimal among those whose middle units are laid out by the rule. Not promised: that no other
-order of the middle would be faster. The brute force here is a second writing of memory.py over arrays, one entry a
+order of the middle would be faster. The brute force here is a second writing of moments.py over arrays, one entry a
 layout.
 """
 
@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from hf_osdp.errors import InfeasibleError
-from hf_osdp.planner.cost.memory import SegmentBytes, estimate_memory, merging_segments
+from hf_osdp.planner.cost.memory import estimate_memory
+from hf_osdp.planner.cost.moments import SegmentBytes, merging_segments
 from hf_osdp.planner.cost.timing import UnitTimer, estimate_time
 from hf_osdp.planner.cost.units import gradients_arriving, unit_bytes
 from hf_osdp.planner.decision import Batch
@@ -116,7 +117,7 @@ def every_layout(description: ModelDescription, hardware: Hardware, job: Trainin
 
 
 def _peaks(description: ModelDescription, job: TrainingJob, root, terms, choices, table) -> np.ndarray:
-    """Peak of each layout (column of `table`): the walk of memory.py."""
+    """Peak of each layout (column of `table`): the walk of moments.py."""
     highest, table, blocks = np.zeros(table.shape[1], dtype=np.int64), table.astype(np.intp), range(len(table))
 
     def of(name: str, block: int) -> np.ndarray:

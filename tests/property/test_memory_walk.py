@@ -12,7 +12,8 @@ import pytest
 from hypothesis import strategies as st
 
 from hf_osdp.planner.affine import Affine
-from hf_osdp.planner.cost.memory import SegmentBytes, estimate_memory, gathered_ahead, resident_bytes
+from hf_osdp.planner.cost.memory import estimate_memory
+from hf_osdp.planner.cost.moments import SegmentBytes, gathered_ahead, resident_bytes
 from hf_osdp.planner.cost.units import merged_gradients, reduce_input, unit_bytes
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import GatherSpan, ModelDescription, Segment

@@ -11,7 +11,8 @@ from functools import cached_property, lru_cache
 
 from ...errors import HardwareError, OSDPError
 from ...quantities import format_bytes
-from ..cost.memory import MemoryEstimate, SegmentBytes, estimate_memory, peak_of_terms
+from ..cost.memory import bytes_needed, peak_of_terms
+from ..cost.moments import SegmentBytes
 from ..cost.units import UnitBytes
 from ..decision import Batch, Space, UnitLayout
 from ..placement import Activations
@@ -77,16 +78,11 @@ class Candidate:
             description, [terms[i] for i in range(len(terms))], segments, self.problem.job, self.batch
         )
 
-    def memory(self, layouts: Mapping[int, UnitLayout]) -> MemoryEstimate:
-        """Return the memory of a plan."""
-        ordered = [layouts[index] for index in range(len(layouts))]
-        return estimate_memory(
-            self.problem.description, ordered, self.problem.hardware.world_size, self.problem.job, self.batch
-        )
-
     def needed_bytes(self, layouts: Mapping[int, UnitLayout]) -> int:
         """Return a plan's peak without the memory that every plan takes outside tensors."""
-        return self.memory(layouts).on(self.problem.hardware) - self.problem.hardware.unavoidable_bytes
+        ordered, hardware = [layouts[index] for index in range(len(layouts))], self.problem.hardware
+        peak, _ = bytes_needed(self.problem.description, ordered, hardware, self.problem.job, self.batch)
+        return peak - hardware.unavoidable_bytes
 
     def quickest(self, limit_bytes: int) -> Solution | None:
         """Return the plan of each unit's fastest option if it fits, else None. It needs no solver."""
@@ -102,7 +98,7 @@ class Candidate:
         units = sum(len(group.units) for group in self.timeline.groups)
 
         # if all units take the option, its bytes that stay count for each unit, its peak above them for one
-        return self._each(lambda o: (units * o.stays + max(o.transient, o.forward_peak, o.copy_out_peak), o.seconds))
+        return self._each(lambda o: (units * o.stays + max(o.transient, o.call.forward, o.call.copy_out), o.seconds))
 
     def fits(self, limit_bytes: int) -> bool:
         """Return whether a plan is found that fits; `ADVICE_WORK` limits the effort."""

@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from ..cost.memory import SegmentBytes
+from ..cost.moments import NO_CALL, CallMoments, SegmentBytes
 from ..cost.units import UnitBytes
 from ..decision import Mesh, UnitLayout
 
@@ -27,28 +27,13 @@ HOST = "host"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Option:
-    """A unit's layout, its bytes, and its seconds in an optimizer step.
-
-    A peak is the highest level of a phase, relative to its start.
-    """
+    """A unit's layout, its bytes, and its seconds in an optimizer step."""
 
     layout: UnitLayout
     bytes: UnitBytes
     seconds: float
-    left_by_forward: int = 0
-    """f: saved activations and kept parameters."""
-    left_by_backward: int = 0
-    """r: gradients."""
-    copy_out_peak: int = 0
-    """While parameters are copied out in forward, without the gather buffer of the preceding unit."""
-    forward_peak: int = 0
-    """In the rest of forward."""
-    gather_peak: int = 0
-    """While parameters are copied out in backward, without the reduce buffer in flight."""
-    compute_peak: int = 0
-    """In backward until gradients are reduced, without the reduce buffer in flight and the prefetched gather."""
-    reduce_peak: int = 0
-    """While gradients are reduced, without the prefetched gather."""
+    call: CallMoments[int] = NO_CALL
+    """Moments of the unit's call; 0 for a unit that is gathered for the whole step."""
     host: int = 0
     """Bytes of states and activations on the host."""
     meshes: frozenset[Mesh] = frozenset()
@@ -58,21 +43,26 @@ class Option:
     later: tuple[Option, ...] = ()
     """The same layout in the unit's later calls (`GatherSpan.CALLS`), in forward order."""
 
+    @functools.cached_property
+    def reduce_peak(self) -> int:
+        """Highest level while the call's gradients are reduced, without the prefetched gather."""
+        return max(self.call.reductions, default=0)
+
     @property
     def change(self) -> int:
         """d: change of the level in one unit's backward."""
-        return self.left_by_backward - self.left_by_forward
+        return self.call.left_by_backward - self.call.left_by_forward
 
     @property
     def transient(self) -> int:
         """Highest level in backward, gather included, if all neighbours take the same option."""
         tail, prefetched = self.bytes.reduce_tail, self.bytes.prefetched
-        return max(self.gather_peak + tail, max(self.compute_peak + tail, self.reduce_peak) + prefetched)
+        return max(self.call.gather + tail, max(self.call.compute + tail, self.reduce_peak) + prefetched)
 
     @property
     def stays(self) -> int:
         """Bytes held after forward and backward together."""
-        return self.bytes.held + self.left_by_forward + self.left_by_backward
+        return self.bytes.held + self.call.left_by_forward + self.call.left_by_backward
 
     @property
     def order(self) -> tuple[int, int]:
@@ -92,10 +82,10 @@ class Option:
     def levels(self) -> tuple[int, ...]:
         """Bytes at each moment that depends on the layout."""
         terms, held = self.bytes, self.bytes.held
-        after = held + self.left_by_backward
+        after = held + self.call.left_by_backward
         return (
-            held, held + self.left_by_forward, after, held + self.forward_peak, held + self.copy_out_peak,
-            held + self.gather_peak, held + self.compute_peak, held + self.compute_peak + terms.prefetched,
+            held, held + self.call.left_by_forward, after, held + self.call.forward, held + self.call.copy_out,
+            held + self.call.gather, held + self.call.compute, held + self.call.compute + terms.prefetched,
             held + self.reduce_peak, held + self.reduce_peak + terms.prefetched,
             terms.prefetched, terms.gather_buffer, after + terms.step_scratch,
             held + terms.gathered, terms.copy_out, terms.reduce_input, terms.reduce_copy,

@@ -65,12 +65,12 @@ def peak(option: Option, tail: int, ahead: int) -> int:
     """Return a unit's highest moment in backward, with a reduce buffer of `tail` bytes in flight and `ahead` bytes
     prefetched.
     """
-    return max(option.gather_peak + tail, computing(option, tail) + ahead)
+    return max(option.call.gather + tail, computing(option, tail) + ahead)
 
 
 def computing(option: Option, tail: int) -> int:
     """Return a unit's highest moment in backward after its parameters are gathered, without the prefetched gather."""
-    return max(option.compute_peak + tail, option.reduce_peak)
+    return max(option.call.compute + tail, option.reduce_peak)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
+from ..cost.moments import all_kinds, end_moments
 from ..decision import groups_in
 from ..training_job import OptimizerStep, TrainingJob
 from .integer_model import GroupCounts, IntegerModel
@@ -141,9 +142,9 @@ class Program(IntegerModel):
             if len(part.group.units) > 1 and not self._linear:
                 self._constrain_forward_runs(part, level)
             for buffer in buffers:
-                self._fits(level + buffer + part.of_first(lambda o: o.copy_out_peak))
-            level = self._shortened(level + part.total(lambda o: o.left_by_forward))
-            self._fits(level + part.of_last(lambda o: o.forward_peak - o.left_by_forward))
+                self._fits(level + buffer + part.of_first(lambda o: o.call.copy_out))
+            level = self._shortened(level + part.total(lambda o: o.call.left_by_forward))
+            self._fits(level + part.of_last(lambda o: o.call.forward - o.call.left_by_forward))
             buffers = [part.of_last(lambda o: o.bytes.gather_buffer)]
         return level
 
@@ -155,12 +156,12 @@ class Program(IntegerModel):
         before: Bytes = 0
         for option, x, used in reversed(part.runs()):
             level = self._as_variable(level)
-            self._fits(level + before + option.copy_out_peak, used)
+            self._fits(level + before + option.call.copy_out, used)
             before = self._latest(used, option.bytes.gather_buffer, before)
-            level = level + option.left_by_forward * x
-            self._fits(level - option.left_by_forward + option.forward_peak, used)
+            level = level + option.call.left_by_forward * x
+            self._fits(level - option.call.left_by_forward + option.call.forward, used)
             if nbytes := option.bytes.gather_buffer:
-                self._fits(level - option.left_by_forward + nbytes + option.copy_out_peak, self._at_least(x, 2))
+                self._fits(level - option.call.left_by_forward + nbytes + option.call.copy_out, self._at_least(x, 2))
 
     def _constrain_backward(self, level: Bytes) -> Bytes:
         """Constrain level + backward peak + reduce buffer in flight + prefetched gather; return the level at the
@@ -251,11 +252,11 @@ class Program(IntegerModel):
         """
         if isinstance(tail, int):
             fixed = tail
-            self._fits(level + picked(lambda o: o.gather_peak + fixed))
-            self._fits(level + picked(lambda o: max(o.compute_peak + fixed, o.reduce_peak)) + ahead)
+            self._fits(level + picked(lambda o: o.call.gather + fixed))
+            self._fits(level + picked(lambda o: max(o.call.compute + fixed, o.reduce_peak)) + ahead)
             return
-        self._fits(level + picked(lambda o: o.gather_peak) + tail)
-        self._fits(level + picked(lambda o: o.compute_peak) + tail + ahead)
+        self._fits(level + picked(lambda o: o.call.gather) + tail)
+        self._fits(level + picked(lambda o: o.call.compute) + tail + ahead)
         self._fits(level + picked(lambda o: o.reduce_peak) + ahead)
 
     def _constrain_runs(self, part: GroupCounts, level: Bytes, tail: Bytes, ahead: Bytes) -> None:
@@ -270,11 +271,11 @@ class Program(IntegerModel):
             change, prefetched, compute, reduce = (
                 option.change,
                 option.bytes.prefetched,
-                option.compute_peak,
+                option.call.compute,
                 option.reduce_peak,
             )
             end, twice, thrice = level + change * x, self._at_least(x, 2), self._at_least(x, 3)
-            both = max(option.gather_peak, compute)
+            both = max(option.call.gather, compute)
             self._fits(level + both + tail, used)
             self._fits(level + reduce, used)
             self._fits(level + change + both + own, twice)
@@ -311,10 +312,9 @@ class Program(IntegerModel):
         level = level + self._sum(running, lambda o: o.bytes.gradients_settled)
         late = [own for own in groups if own.group.ends_late]
         for own in sorted([*late, *self._whole_step], key=lambda own: own.group.units):  # in FSDP2's order
-            level = level - own.total(lambda o: o.bytes.gathered + o.bytes.joined)
-            self._fits(level + own.total(lambda o: o.bytes.reduce_input + o.bytes.reduce_copy))
-            level = level + own.total(lambda o: o.bytes.left_at_end + o.bytes.reduced_after)
-            self._fits(level + own.total(lambda o: o.bytes.reduce_input + o.bytes.reduce_work))
+            self._fits(level + own.total(lambda o: end_moments(o.bytes, all_kinds).filled))
+            self._fits(level + own.total(lambda o: end_moments(o.bytes, all_kinds).reduced))
+            level = level + own.total(lambda o: end_moments(o.bytes, all_kinds).left)
         level = level - reduced
         if self._job.optimizer.step is not OptimizerStep.FOR_LOOP:
             self._fits(level + self._sum(self._groups.values(), lambda o: o.bytes.step_scratch))

@@ -8,7 +8,7 @@ import math
 from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass, replace
 
-from ..cost.memory import MemoryEstimate
+from ..cost.memory import MemoryEstimate, estimate_memory
 from ..cost.timing import TimeEstimate, estimate_time
 from ..decision import UnitLayout
 from ..plan import Plan
@@ -219,7 +219,7 @@ def _decoded(
 ) -> SearchResult:
     """Return a candidate's layouts as a plan."""
     problem, ordered = candidate.problem, [layouts[index] for index in range(len(layouts))]
-    memory = candidate.memory(layouts)
+    memory = estimate_memory(problem.description, ordered, problem.hardware.world_size, problem.job, candidate.batch)
     time = estimate_time(problem.description, ordered, problem.hardware, problem.job, candidate.batch)
     plan = Plan.of(
         problem.description,

@@ -9,7 +9,15 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from ...errors import OSDPError
-from ..cost.memory import SegmentBytes, gathered_ahead, merging_segments, resident_bytes
+from ..cost.moments import (
+    SegmentBytes,
+    all_kinds,
+    call_moments,
+    calls_of,
+    gathered_ahead,
+    merging_segments,
+    resident_bytes,
+)
 from ..cost.timing import UnitTimer
 from ..cost.units import gradients_arriving, once_per_shape, shape_ids, unit_bytes
 from ..decision import Batch, Space, UnitLayout, meshes_of
@@ -43,10 +51,7 @@ class BatchCosts:
     def __init__(self, problem: PlanningProblem, batch: Batch, *, alike: bool = False) -> None:
         description = problem.description
         self.problem, self.batch = problem, batch
-        self.calls: dict[int, list[int]] = {}
-        """Indices of each unit's segments."""
-        for index, segment in enumerate(description.segments):
-            self.calls.setdefault(segment.unit, []).append(index)
+        self.calls = calls_of(description)
         for unit, indices in self.calls.items():
             described = description.units[unit]
             if described.span is GatherSpan.USE and len(indices) > 1:  # each call would gather it
@@ -152,34 +157,17 @@ class BatchCosts:
             layout=layout, bytes=terms, seconds=self._timer(unit, layout).total_s, structure=self._alike[unit],
             host=terms.host, meshes=meshes_of(layout.shard_size, layout.stage_size, hardware.world_size),
         )  # fmt: skip
-        if not indices:
-            return whole
-        first, *later = (self._call(index, whole, others) for index in indices)
-        waiting = terms.waiting_gradients if later else 0
-        if later:  # backward reaches the last call first; its gradients wait for those of the first call
-            later[-1] = replace(later[-1], left_by_backward=waiting)
-        costs = self._segment_bytes(indices[0], layout.activations, others)
-        after = terms.gradients_after + terms.reduced_after
-        if self.problem.description.units[unit].ends_late:
-            left = terms.gathered + terms.unsharded_gradients - waiting
-            return replace(first, left_by_backward=left, later=tuple(later))
-        reduced = costs.gradient - costs.saved - terms.kept - waiting + terms.reduce_input
-        highest = reduced + max(terms.unsharded_gradients + terms.reduce_copy, after + terms.reduce_work)
-        return replace(first, left_by_backward=after - waiting, reduce_peak=highest, later=tuple(later))
+        first, *later = [self._call(indices, number, whole, others) for number in range(len(indices))] or [whole]
+        return replace(first, later=tuple(later))
 
-    def _call(self, index: int, whole: Option, others: _Others) -> Option:
-        """Return the option of one call of a unit that is freed after use, without gradients."""
-        layout, terms = whole.layout, whole.bytes
-        costs, own = self._segment_bytes(index, layout.activations, others), 0 if terms.kept else terms.gathered
-        return replace(
-            whole,
-            left_by_forward=costs.saved + terms.kept,
-            copy_out_peak=terms.gather_buffer + terms.gathered + terms.copy_out,
-            forward_peak=terms.gather_buffer + terms.gathered + costs.forward_peak,
-            gather_peak=own + terms.prefetched + (0 if terms.kept else terms.cast_buffer),
-            compute_peak=own + costs.backward_peak,
-            host=terms.host + costs.host,
+    def _call(self, indices: list[int], number: int, whole: Option, others: _Others) -> Option:
+        """Return the option of one call of a unit that is freed after use."""
+        segment = self._segment_bytes(indices[number], whole.layout.activations, others)
+        is_late = self.problem.description.units[self.problem.description.segments[indices[0]].unit].ends_late
+        moments = call_moments(
+            whole.bytes, segment, all_kinds, is_first=not number, is_last=number == len(indices) - 1, ends_late=is_late
         )
+        return replace(whole, call=moments, host=whole.bytes.host + segment.host)
 
 
 def build_timeline(costs: BatchCosts, space: Space) -> Timeline:

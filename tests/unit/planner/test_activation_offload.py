@@ -8,7 +8,7 @@ import pytest
 
 from hf_osdp.errors import HardwareError
 from hf_osdp.planner.affine import Affine
-from hf_osdp.planner.cost.memory import SegmentBytes
+from hf_osdp.planner.cost.moments import SegmentBytes
 from hf_osdp.planner.cost.timing import HostTransfer, host_transfers
 from hf_osdp.planner.decision import Batch
 from hf_osdp.planner.description import GatherSpan, ModelDescription, PhaseCost, Segment

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from hf_osdp.planner.affine import Affine
-from hf_osdp.planner.cost.memory import MemoryEstimate, combined_scratch, estimate_memory, gathered_ahead
+from hf_osdp.planner.cost.memory import MemoryEstimate, estimate_memory
+from hf_osdp.planner.cost.moments import combined_scratch, gathered_ahead
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import (
     DType,

@@ -1,0 +1,339 @@
+"""The moments of a step at which memory may peak: one walk for the estimate, by kind of bytes, and for the search.
+
+docs/planner.md has the equations. A call's own moments are in `call_moments`, what it adds to its neighbours' in
+`step_moments` and, with the layouts unknown, in `search/program.py`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Generic, TypeVar
+
+from ..decision import Batch
+from ..description import GatherSpan, ModelDescription, Segment
+from ..placement import Activations
+from ..training_job import OptimizerStep, TrainingJob
+from .placement import saved_bytes
+from .units import UnitBytes, gradients_arriving, merged_gradients
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBreakdown:
+    """Bytes on one rank at one moment, by kind."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    """Saved activations, workspace of the running segment, logits, loss, unsharded gradients of the running
+    segment.
+    """
+    gathered: int = 0
+    """Unsharded parameters and gather buffers."""
+    buffers: int = 0
+    """Reduce buffers, casts and optimizer scratch."""
+    model_buffers: int = 0
+    """The module's own buffers, the batch, and other models."""
+    held_outputs: int = 0
+    """Outputs of the model that the loop keeps through backward, such as logits."""
+    correction: int = 0
+    """Error of the estimate, from a simulation or a measurement."""
+
+    @property
+    def total(self) -> int:
+        return sum(_kinds(self))
+
+    def __add__(self, other: MemoryBreakdown) -> MemoryBreakdown:
+        return MemoryBreakdown(**dict(zip(_KINDS, map(operator.add, _kinds(self), _kinds(other)), strict=True)))
+
+    def __sub__(self, other: MemoryBreakdown) -> MemoryBreakdown:
+        return MemoryBreakdown(**dict(zip(_KINDS, map(operator.sub, _kinds(self), _kinds(other)), strict=True)))
+
+
+_KINDS = tuple(field.name for field in fields(MemoryBreakdown))
+_kinds = operator.attrgetter(*_KINDS)
+Bytes = TypeVar("Bytes", int, MemoryBreakdown)
+"""Bytes in all, for the search, or by kind."""
+
+
+def all_kinds(**kinds: int) -> int:
+    """Return the sum of bytes of several kinds, as `MemoryBreakdown` keeps them apart."""
+    return sum(kinds.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentBytes:
+    """Memory terms of one segment of one micro-batch, in bytes; `Segment` and `PhaseCost` define them."""
+
+    saved: int
+    """Negative for a segment of the root that frees more than it saves, such as the output of the preceding unit."""
+    gradient: int
+    forward_peak: int
+    backward_peak: int
+    host: int
+
+    @classmethod
+    def of(
+        cls,
+        segment: Segment,
+        span: GatherSpan,
+        samples: int,
+        activations: Activations = Activations.SAVE,
+        *,
+        recomputes: bool = False,
+    ) -> SegmentBytes:
+        """Return the terms at a micro-batch size under a choice of activations; `recomputes`: some block is
+        recomputed.
+        """
+        form = segment.under(activations.recomputation)
+        saved = form.saved_bytes.change(samples) if span is GatherSpan.STEP else form.saved_bytes.bytes(samples)
+        saved += form.held_bytes.bytes(samples) if recomputes else 0
+        left, host = saved_bytes(form, saved, samples, activations)
+        return cls(
+            saved=left,
+            gradient=form.gradient_bytes.bytes(samples),
+            forward_peak=form.forward.peak_bytes.bytes(samples),
+            backward_peak=form.backward.peak_bytes.bytes(samples) + saved - left,
+            host=host,
+        )
+
+    @classmethod
+    def least(cls, segment: Segment, span: GatherSpan, samples: int, choices: Iterable[Activations]) -> SegmentBytes:
+        """Return the least of each term over these choices of activations."""
+        forms = [cls.of(segment, span, samples, activations) for activations in choices]
+        return cls(**{name: min(getattr(form, name) for form in forms) for name in cls.__slots__})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallMoments(Generic[Bytes]):
+    """Moments of one call of a unit that is freed after use, relative to the level before its forward or its backward.
+
+    Buffers of its neighbours are not in them: what the unit before gathers or reduces, and the prefetched gather.
+    """
+
+    copy_out: Bytes
+    """While parameters are copied out of the gather's buffer in forward."""
+    forward: Bytes
+    left_by_forward: Bytes
+    """f: saved activations and kept parameters."""
+    gather: Bytes
+    """While parameters are gathered in backward."""
+    compute: Bytes
+    """In backward until gradients are reduced."""
+    reductions: tuple[Bytes, ...]
+    """While gradients are reduced: before they are freed, and with the result; none if the call reduces none."""
+    left_by_backward: Bytes
+    """r: gradients."""
+
+
+NO_CALL: CallMoments[int] = CallMoments(
+    copy_out=0, forward=0, left_by_forward=0, gather=0, compute=0, reductions=(), left_by_backward=0
+)
+
+
+def call_moments(
+    unit: UnitBytes,
+    segment: SegmentBytes,
+    of: Callable[..., Bytes],
+    *,
+    is_first: bool = True,
+    is_last: bool = True,
+    ends_late: bool = False,
+) -> CallMoments[Bytes]:
+    """Return the moments of a call, whose backward `segment` includes the sum of gradients of several calls; `of`
+    makes bytes of kinds.
+
+    Backward reaches the last call first: its gradients wait for those of the first, which are reduced, in the call or
+    at the end of backward (`ends_late`).
+    """
+    kept = unit.kept if is_first else 0
+    own, cast = (0, 0) if unit.kept else (unit.gathered, unit.cast_buffer)
+    forward = of(activations=segment.saved, gathered=kept)
+    arrived = (unit.waiting_gradients if is_last else 0) - (unit.waiting_gradients if is_first else 0)
+    reductions: tuple[Bytes, ...] = ()
+    backward = of(gradients=arrived)
+    if is_first and ends_late:
+        backward = of(gathered=unit.gathered, gradients=arrived + unit.unsharded_gradients)
+    elif is_first:
+        freed = of(activations=segment.gradient - segment.saved, gathered=-kept, gradients=arrived)
+        backward = of(gradients=arrived + unit.gradients_after, buffers=unit.reduced_after)
+        reductions = (
+            freed + of(activations=unit.unsharded_gradients, buffers=unit.reduce_input + unit.reduce_copy),
+            freed
+            + of(gradients=unit.gradients_after, buffers=unit.reduced_after + unit.reduce_input + unit.reduce_work),
+        )
+    return CallMoments(
+        copy_out=of(gathered=unit.gather_buffer + unit.gathered + unit.copy_out),
+        forward=of(activations=segment.forward_peak, gathered=unit.gather_buffer + unit.gathered),
+        left_by_forward=forward,
+        gather=of(gathered=own + unit.prefetched, buffers=cast),
+        compute=of(activations=segment.backward_peak, gathered=own),
+        reductions=reductions,
+        left_by_backward=backward,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndMoments(Generic[Bytes]):
+    """Moments of a unit's reduction at the end of backward, relative to the level before it."""
+
+    filled: Bytes
+    """With the filled buffer of the reduction."""
+    reduced: Bytes
+    """With its result."""
+    left: Bytes
+
+
+def end_moments(unit: UnitBytes, of: Callable[..., Bytes]) -> EndMoments[Bytes]:
+    """Return the moments of a reduction at the end of backward; `of` makes bytes of kinds."""
+    freed = of(gathered=-unit.gathered, gradients=-unit.joined)
+    left = freed + of(gradients=unit.left_at_end, buffers=unit.reduced_after)
+    return EndMoments(
+        filled=freed + of(buffers=unit.reduce_input + unit.reduce_copy),
+        reduced=left + of(buffers=unit.reduce_input + unit.reduce_work),
+        left=left,
+    )
+
+
+def step_moments(
+    description: ModelDescription,
+    units: Sequence[UnitBytes],
+    segments: Sequence[SegmentBytes],
+    job: TrainingJob,
+    batch: Batch,
+    of: Callable[..., Bytes],
+) -> Iterator[tuple[str, int | None, Bytes]]:
+    """Yield every moment of a micro-step and of the optimizer's step in FSDP2's order: phase, unit, bytes; `of` makes
+    bytes of kinds.
+    """
+    order, merging = description.segments, merging_segments(description, job)
+    segments = [replace(s, backward_peak=s.backward_peak + merging.get(i, 0)) for i, s in enumerate(segments)]
+    whole_step = [i for i, unit in enumerate(description.units) if unit.span is GatherSpan.STEP]
+    uses = calls_of(description)
+    calls = [
+        None
+        if unit in whole_step
+        else call_moments(
+            units[unit], segments[index], of, is_first=index == uses[unit][0], is_last=index == uses[unit][-1],
+            ends_late=description.units[unit].ends_late,
+        )
+        for index, unit in enumerate(segment.unit for segment in order)
+    ]  # fmt: skip
+    level = of(
+        parameters=sum(u.parameters for u in units),
+        optimizer=sum(u.optimizer for u in units),
+        gradients=sum(u.gradients_held for u in units),
+        gathered=sum(units[i].gathered for i in whole_step),
+        model_buffers=_model_buffers(description, batch.micro_batch_size),
+        held_outputs=_held_outputs(description, job, batch.micro_batch_size),
+        correction=job.correction_bytes,
+    )
+    buffer = max((units[i].gather_buffer for i in whole_step), default=0)
+    for i in whole_step:
+        if copy_out := units[i].copy_out:
+            yield "forward: gather", i, level + of(gathered=buffer + copy_out)
+    for segment, terms, call in zip(order, segments, calls, strict=True):
+        if call is None:
+            yield "forward", segment.unit, level + of(activations=terms.forward_peak, gathered=buffer)
+            level = level + of(activations=terms.saved)
+            continue
+        # FSDP2 frees the gather buffer of the preceding unit only after this unit has been copied out of its own
+        yield "forward: gather", segment.unit, level + call.copy_out + of(gathered=buffer)
+        buffer = units[segment.unit].gather_buffer
+        yield "forward", segment.unit, level + call.forward
+        level = level + call.left_by_forward
+
+    in_flight = 0  # reduce input of the unit whose backward ended before
+    arriving, prefetches, reduced = gradients_arriving(description, job), gathered_ahead(description), 0
+    for index, (segment, terms, call) in reversed(list(enumerate(zip(order, segments, calls, strict=True)))):
+        number, before = segment.unit, prefetches[index]
+        ahead = 0 if before is None else units[before].prefetched
+        if call is None:
+            compute = of(activations=terms.backward_peak, gathered=ahead, buffers=in_flight)
+            yield "backward", number, level + compute
+            level = level + of(activations=-terms.saved, gradients=arriving[index])
+            continue
+        yield "backward: gather", number, level + call.gather + of(buffers=in_flight)
+        yield "backward", number, level + call.compute + of(gathered=ahead, buffers=in_flight)
+        for moment in call.reductions:
+            yield "backward: reduce", number, level + moment + of(gathered=ahead)
+        if call.reductions:
+            in_flight, reduced = units[number].reduce_tail, reduced + units[number].reduced_after
+        level = level - call.left_by_forward + call.left_by_backward
+
+    at_end = [i for i, unit in enumerate(description.units) if unit.reduced_at_end]
+    idle = [i for i in whole_step if i not in uses]
+    settled = sum(units[i].gradients_settled for i in uses if i not in at_end)
+    level = level + of(gradients=settled + sum(units[i].unsharded_gradients for i in idle))
+    for number in at_end:
+        end = end_moments(units[number], of)
+        yield "reduce", number, level + end.filled
+        yield "reduce", number, level + end.reduced
+        level, reduced = level + end.left, reduced + units[number].reduced_after
+    scratch = combined_scratch(job, [unit.step_scratch for unit in units])
+    scratch = max(scratch, *(unit.states_passing for unit in units), 0)
+    yield "optimizer step", None, level + of(buffers=scratch - reduced)
+
+
+def combined_scratch(job: TrainingJob, scratch: Sequence[int]) -> int:
+    """Return the temporaries of one optimizer step: those of all units together, or in a loop those of the largest."""
+    return max(scratch, default=0) if job.optimizer.step is OptimizerStep.FOR_LOOP else sum(scratch)
+
+
+def resident_bytes(description: ModelDescription, job: TrainingJob, samples: int) -> int:
+    """Return the bytes that do not depend on layouts: the module's buffers, the batch, outputs that the loop holds,
+    and the correction.
+    """
+    outputs = _held_outputs(description, job, samples)
+    return _model_buffers(description, samples) + outputs + job.correction_bytes
+
+
+def _model_buffers(description: ModelDescription, samples: int) -> int:
+    return description.buffer_bytes + description.other_bytes + description.input_bytes.bytes(samples)
+
+
+def _held_outputs(description: ModelDescription, job: TrainingJob, samples: int) -> int:
+    return description.output_bytes.bytes(samples) if job.holds_outputs else 0
+
+
+def calls_of(description: ModelDescription) -> dict[int, list[int]]:
+    """Return the indices of each unit's segments, in forward order; a unit that never runs is left out."""
+    calls: dict[int, list[int]] = {}
+    for index, segment in enumerate(description.segments):
+        calls.setdefault(segment.unit, []).append(index)
+    return calls
+
+
+def merging_segments(description: ModelDescription, job: TrainingJob) -> dict[int, int]:
+    """Return the bytes of the sum of a shared parameter's gradients, by segment: each call of the unit adds its own,
+    but for the last, whose backward comes first.
+    """
+    found: dict[int, int] = {}
+    for number, calls in calls_of(description).items():
+        if nbytes := merged_gradients(description.units[number], job):
+            found |= dict.fromkeys(calls[:-1] or calls, nbytes)
+    return found
+
+
+def gathered_ahead(description: ModelDescription) -> tuple[int | None, ...]:
+    """Return for each segment the unit whose gather is prefetched while the segment's backward computes, or None.
+
+    FSDP2 prefetches the group whose forward ended before (`FSDPParamGroup._backward_prefetch`). The root's forward
+    ends last, so that its segments are not in this order. Segments of shared weights are not in it either if one of
+    the modules never runs (T5's `shared`). If all run, nothing is prefetched where the shared weights are next,
+    because they are still gathered.
+    """
+    runs = Counter(segment.unit for segment in description.segments)
+    ahead: list[int | None] = []
+    before: int | None = None
+    for segment in description.segments:
+        ahead.append(before)
+        unit = description.units[segment.unit]
+        if unit.span is not GatherSpan.STEP:
+            before = segment.unit
+        elif unit.fqn and runs[segment.unit] >= len(unit.module_names):
+            before = None
+    return tuple(ahead)
