@@ -1,6 +1,6 @@
 """Train the same thing with the stock stack and with this package, row by row, and compare what they log.
 
-    python -m benchmarks.compatibility [--only PATTERN] [--write docs/compatibility.md]
+    python -m benchmarks.compatibility [--only PATTERN] [--sample TEXT] [--write docs/compatibility.md]
 
 On this package's side, each row runs on two gloo processes of the CPU, under a plan in which neighbouring units have
 different layouts (replicated, ZeRO-2, ZeRO-3), with the stock side's micro-batch. Loss, gradient norm, learning rate
@@ -14,6 +14,7 @@ import argparse
 import fnmatch
 import os
 import sys
+import zlib
 from pathlib import Path
 
 from .page import page, table
@@ -28,6 +29,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--only", metavar="PATTERN", help="rows whose `group: name` contains this; * and ? as in a shell"
     )
     parser.add_argument("--daily", action="store_true", help="run only the rows of the daily tests")
+    parser.add_argument(
+        "--sample", metavar="TEXT", help="run about one row of ten, drawn by this text, such as the name of a commit"
+    )
     parser.add_argument("--list", action="store_true", help="print the rows and run none")
     parser.add_argument(
         "--write",
@@ -36,13 +40,15 @@ def main(arguments: list[str] | None = None) -> int:
         help="write the page here, and its rows to data/ next to it; needs all rows",
     )
     options = parser.parse_args(arguments)
-    if options.write is not None and (options.only or options.daily):
-        parser.error("--write needs all rows; leave out --only and --daily")
+    if options.write is not None and (options.only or options.daily or options.sample):
+        parser.error("--write needs all rows; leave out --only, --daily and --sample")
     from . import catalogue  # noqa: F401
 
     os.environ["OSDP_TEST_PRELOAD"] = PRELOAD
     pattern = f"*{options.only or ''}*"
     chosen = [row for row in ROWS.values() if fnmatch.fnmatch(row.label, pattern) and (row.daily or not options.daily)]
+    if options.sample:
+        chosen = [row for row in chosen if zlib.crc32(f"{options.sample} {row.label}".encode()) % 10 == 0]
     if not chosen:
         parser.error(f"no row has {options.only!r} in its name; --list prints them")
     if options.list:
