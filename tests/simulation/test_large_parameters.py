@@ -7,14 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    CLIPConfig,
-    CLIPModel,
-    MixtralConfig,
-    T5Config,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, CLIPConfig, CLIPModel, MixtralConfig, T5Config
 
 from hf_osdp.planner.decision import Batch
 from hf_osdp.planner.description import GatherSpan, ModelDescription

@@ -60,8 +60,7 @@ HELD = {"reduced": (False,), "held": (True,), "by unit": (True, True, False)}
 @pytest.mark.parametrize(
     ("layout", "hold"),
     slow_but(
-        product(("ddp", "zero3", "mixed"), HELD),
-        daily=[("ddp", "reduced"), ("zero3", "held"), ("mixed", "by unit")],
+        product(("ddp", "zero3", "mixed"), HELD), daily=[("ddp", "reduced"), ("zero3", "held"), ("mixed", "by unit")]
     ),
 )
 def test_peak_with_accumulation(layout, hold):
@@ -72,10 +71,7 @@ def test_peak_with_accumulation(layout, hold):
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    slow_but(
-        product(("t5", "dropout", "llama"), ("no", "bf16")),
-        daily=[("t5", "bf16"), ("dropout", "no")],
-    ),
+    slow_but(product(("t5", "dropout", "llama"), ("no", "bf16")), daily=[("t5", "bf16"), ("dropout", "no")]),
 )
 def test_peak_of_checkpointed_blocks_with_the_kernels_of_cuda(name, precision):
     Trial(model=name, precision=precision, checkpointing=True).check(under=UNDER, over=OVER)
