@@ -49,9 +49,8 @@ def rows(page: str) -> Iterator[Row]:
     for line in page.splitlines():
         section = line.removeprefix("## ") if line.startswith("## ") else section
         if found := _ROW.match(line):
-            yield Row(
-                section=section, given=found["given"].replace("\\|", "|"), line=found["line"].replace("\\|", "|")
-            )
+            given, said = (found[name].replace("\\|", "|") for name in ("given", "line"))
+            yield Row(section=section, given=given, line=said)
 
 
 def give(row: Row, folder: Path) -> Give:
