@@ -1,6 +1,4 @@
-"""Modules that store tensors in themselves: what recomputation leaves alive is in the estimate; scalars and single
-units, too.
-"""
+"""Modules that store tensors in themselves: what recomputation leaves alive is in the estimate; scalars, too."""
 
 from __future__ import annotations
 
@@ -25,12 +23,8 @@ JOB = TrainingJob(global_batch_size=4 * WORLD, micro_batch_size=4)
 class Block(nn.Module):
     def __init__(self, keeps: bool) -> None:
         super().__init__()
-        self.inner, self.outer, self.keeps, self.state = (
-            nn.Linear(WIDTH, 2 * WIDTH),
-            nn.Linear(2 * WIDTH, WIDTH),
-            keeps,
-            None,
-        )
+        self.inner, self.outer = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.keeps, self.state = keeps, None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x).tanh().exp()
@@ -39,35 +33,22 @@ class Block(nn.Module):
         return x + self.outer(y)
 
 
-class Stack(nn.Module):
-    def __init__(self, keeps: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(keeps) for _ in range(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def rows(samples: int) -> dict[str, torch.Tensor]:
-    return {"x": torch.zeros(samples, ROWS, WIDTH)}
+    return {"input": torch.zeros(samples, ROWS, WIDTH)}
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_a_state_that_keeps_the_recomputed_graph_alive_is_in_the_estimate(keeps):
-    model = Stack(keeps)
+def test_state_that_keeps_the_recomputed_graph_is_in_the_estimate(keeps):
+    model = nn.Sequential(*(Block(keeps) for _ in range(5)))
     description = describe(model, sequence_length=ROWS, inputs=rows, partial_recomputation=False)
-    choices = [
-        replace(choice, activations=Activations.RECOMPUTE if index in description.recomputable else Activations.SAVE)
-        for index, choice in enumerate(choices_of_layout("zero3", description, WORLD))
-    ]
+    choices = choices_of_layout("zero3", description, WORLD)
+    for index in description.recomputable:
+        choices[index] = replace(choices[index], activations=Activations.RECOMPUTE)
     again = [segment.recomputed[0].costs for segment in description.segments if segment.recomputed]
     grows = again[0].gradient_bytes(4) > again[-1].gradient_bytes(4) + 4 * ROWS * WIDTH * 4
     assert grows is keeps
-    estimate, simulated = estimate_and_simulation(
-        model, description, choices, job=JOB, batch=BATCH, world=WORLD, inputs=rows
-    )
+    more = {"job": JOB, "batch": BATCH, "world": WORLD, "inputs": rows}
+    estimate, simulated = estimate_and_simulation(model, description, choices, **more)
     assert -0.01 <= estimate.peak_bytes / simulated.peak_bytes - 1 <= 0.03
 
 
@@ -78,8 +59,8 @@ class Scaled(nn.Module):
         super().__init__()
         self.inner, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.tensor(1.0))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x).tanh() * self.scale.exp()
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.inner(input).tanh() * self.scale.exp()
 
 
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -27,8 +28,7 @@ def check(model, layout: str, precision: str, *, held: bool = False, **options) 
         model, sequence_length=TOKENS, compute_dtype=job.precision.compute, device_type="cuda", recomputation=False,
         **options,
     )  # fmt: skip
-    layouts = choices_of_layout(layout, description, WORLD)
-    layouts = [replace(layout, reduce_every_micro_step=not held) for layout in layouts]
+    layouts = [replace(one, reduce_every_micro_step=not held) for one in choices_of_layout(layout, description, WORLD)]
     estimate, simulated = estimate_and_simulation(
         model, description, layouts, job=job, batch=batch, world=WORLD, device_type="cuda", **options
     )
@@ -41,8 +41,7 @@ def check(model, layout: str, precision: str, *, held: bool = False, **options) 
     slow_but(
         [
             ("hsdp", "bf16", 4, 256), ("ddp", "no", 4, 256), ("two_stage", "bf16", 4, 256), ("mixed", "bf16", 4, 256),
-            ("zero3", "no", 4, 1024), ("zero2", "bf16", 4, 1024), ("zero3", "bf16", 5, 1024),
-            ("zero3", "no", 4, 252),
+            ("zero3", "no", 4, 1024), ("zero2", "bf16", 4, 1024), ("zero3", "bf16", 5, 1024), ("zero3", "no", 4, 252),
         ],
         daily=[("mixed", "bf16", 4, 256), ("zero2", "bf16", 4, 1024)],
     ),
@@ -75,8 +74,10 @@ def tokens_and_labels(samples: int) -> dict[str, torch.Tensor]:
     return {"tokens": torch.zeros(samples, TOKENS, dtype=torch.long), "labels": torch.zeros(samples, dtype=torch.long)}
 
 
-@pytest.mark.parametrize(("layout", "precision"), [("zero3", "no"), ("ddp", "no"), ("zero3", "bf16")])
-def test_gradient_of_a_large_embedding_in_the_root_counts_once_from_where_it_comes(layout, precision):
+@pytest.mark.parametrize(
+    ("layout", "precision"), slow_but(product(["zero3", "ddp"], ["no", "bf16"]), [("ddp", "no"), ("zero3", "bf16")])
+)
+def test_gradient_of_a_large_root_embedding_counts_once(layout, precision):
     with torch.device("meta"):
         model = LargeEmbedding()
     check(model, layout, precision, inputs=tokens_and_labels)
@@ -104,9 +105,11 @@ def pairs(samples: int) -> dict[str, torch.Tensor]:
     return {"pixels": torch.zeros(samples, 128), **tokens_and_labels(samples)}
 
 
-@pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize(("layout", "precision"), [("zero3", "no"), ("zero2", "bf16"), ("hsdp", "bf16")])
-def test_units_without_inputs_that_need_gradients_stay_whole_to_the_end_of_backward(layout, precision, held):
+HOLDING = list(product(("zero3", "zero2", "hsdp"), ("no", "bf16"), (False, True)))
+
+
+@pytest.mark.parametrize(("layout", "precision", "held"), slow_but(HOLDING, (HOLDING[0], HOLDING[7], HOLDING[11])))
+def test_units_without_inputs_that_need_gradients_stay_whole_in_backward(layout, precision, held):
     with torch.device("meta"):
         model = TwoTowers()
     description = check(model, layout, precision, inputs=pairs, held=held)
@@ -114,21 +117,21 @@ def test_units_without_inputs_that_need_gradients_stay_whole_to_the_end_of_backw
 
 
 @pytest.mark.parametrize("layout", slow_but(["zero3", "mixed"], daily=["zero3"]))
-def test_sum_of_gradients_counts_in_each_call_of_shared_weights_but_the_last(layout):
+def test_sum_of_gradients_counts_in_each_call_but_the_last(layout):
     """In T5 also where the decoder's embedding ends, while more is saved than at the end of backward."""
     config = T5Config(vocab_size=10_000, d_model=128, d_kv=32, d_ff=256, num_layers=2, num_heads=4)
     check(config, layout, "no", auto_class=AutoModelForSeq2SeqLM)
 
 
 @pytest.mark.slow
-def test_large_embedding_of_clip_stays_whole_while_the_backward_of_the_other_tower_runs():
+def test_large_embedding_of_clip_stays_whole_in_the_others_backward():
     sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4)
     text = dict(sizes, vocab_size=10_000, max_position_embeddings=TOKENS)
     config = CLIPConfig(text_config=text, vision_config=dict(sizes, image_size=32, patch_size=16), projection_dim=64)
     check(config, "zero3", "no", auto_class=CLIPModel)
 
 
-def test_segments_name_parameters_of_the_root_whose_gradients_come_in_their_backward():
+def test_segments_name_root_parameters_whose_gradients_they_bring():
     with torch.device("meta"):
         model = LargeEmbedding()
     description = describe(model, sequence_length=TOKENS, inputs=tokens_and_labels, recomputation=False)
