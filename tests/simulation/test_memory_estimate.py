@@ -13,65 +13,49 @@ from tests.helpers.simulation import LAYOUTS, Trial
 UNDER, OVER = 0.01, 0.02
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    slow_but(
-        product(("gpt2", "bert", "llama"), LAYOUTS),
-        daily=[
-            *(("gpt2", layout) for layout in ("ddp", "zero2", "mixed")),
-            ("bert", "mixed"),
-            ("llama", "two_stage"),
-            ("llama", "hsdp"),
-        ],
-    ),
-)
+EACH = product(("gpt2", "bert", "llama"), LAYOUTS)
+
+
+@pytest.mark.parametrize(("name", "layout"), slow_but(EACH, [("gpt2", "mixed"), ("bert", "ddp"), ("llama", "hsdp")]))
 def test_peak_of_each_layout(name, layout):
     Trial(model=name, layout=layout, device_type="cpu").check(under=UNDER, over=OVER)
 
 
-SMALL = dict(length=16, samples=1)
+SMALL = dict(length=16, samples=1, device_type="cpu")
 """Parameters outweigh activations."""
 TRIALS = [
-    *(Trial(layout=layout, device_type="cpu", **SMALL) for layout in ("ddp", "zero3", "two_stage", "mixed")),
+    *(Trial(layout=layout, **SMALL) for layout in ("zero3", "ddp", "two_stage", "mixed")),
     # Llama's head: its gradient lives on while it is reduced, beside what lies between two stages
-    *(
-        Trial(model="llama", layout=layout, precision=precision, device_type="cpu", **SMALL)
-        for layout, precision in product(("zero3", "two_stage"), ("no", "bf16"))
-    ),
+    *(Trial(model="llama", layout=layout, precision=precision, **SMALL)
+      for layout, precision in product(("two_stage", "zero3"), ("bf16", "no"))),
     *(Trial(layout=layout, precision="bf16", device_type="cpu") for layout in ("ddp", "zero3", "two_stage", "mixed")),
-    *(
-        Trial(layout="zero2", optimizer=step, device_type="cpu", **SMALL)
-        for step in (OptimizerStep.FOREACH, OptimizerStep.FOR_LOOP)
-    ),
-    *(Trial(layout="ddp", world=1, precision="bf16", samples=2, length=length, device_type="cpu") for length in (16,
-                                                                                                                 128)),
-    *(Trial(layout=layout, holds_outputs=True, device_type="cpu") for layout in ("ddp", "zero3")),
+    *(Trial(layout="zero2", optimizer=step, **SMALL) for step in (OptimizerStep.FOREACH, OptimizerStep.FOR_LOOP)),
+    *(Trial(layout="ddp", world=1, precision="bf16", samples=2, length=length, device_type="cpu")
+      for length in (16, 128)),
+    *(Trial(layout=layout, holds_outputs=True, device_type="cpu") for layout in ("zero3", "ddp")),
 ]  # fmt: skip
+DAILY = [TRIALS[index] for index in (0, 4, 12, 14, 16)]
+"""One of each line but that of larger batches in bf16."""
 
 
-@pytest.mark.parametrize("trial", slow_but(TRIALS, daily=[TRIALS[i] for i in (1, 7, 8, 12, 13, 14, 17)]), ids=str)
+@pytest.mark.parametrize("trial", slow_but(TRIALS, DAILY), ids=str)
 def test_peak_of_other_sizes_precisions_and_steps(trial):
     trial.check(under=UNDER, over=OVER)
 
 
 HELD = {"reduced": (False,), "held": (True,), "by unit": (True, True, False)}
+HOLDING = product(("ddp", "zero3", "mixed"), HELD)
 
 
-@pytest.mark.parametrize(
-    ("layout", "hold"),
-    slow_but(
-        product(("ddp", "zero3", "mixed"), HELD), daily=[("ddp", "reduced"), ("zero3", "held"), ("mixed", "by unit")]
-    ),
-)
+@pytest.mark.parametrize(("layout", "hold"), slow_but(HOLDING, [("ddp", "reduced"), ("mixed", "by unit")]))
 def test_peak_with_accumulation(layout, hold):
-    Trial(layout=layout, length=64, samples=1, steps=3, hold=HELD[hold], device_type="cpu").check(
-        under=UNDER, over=OVER
-    )
+    trial = Trial(layout=layout, length=64, samples=1, steps=3, hold=HELD[hold], device_type="cpu")
+    trial.check(under=UNDER, over=OVER)
 
 
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    slow_but(product(("t5", "dropout", "llama"), ("no", "bf16")), daily=[("t5", "bf16"), ("dropout", "no")]),
-)
+CHECKPOINTED = product(("t5", "dropout", "llama"), ("no", "bf16"))
+
+
+@pytest.mark.parametrize(("name", "precision"), slow_but(CHECKPOINTED, [("dropout", "bf16")]))
 def test_peak_of_checkpointed_blocks_with_the_kernels_of_cuda(name, precision):
     Trial(model=name, precision=precision, checkpointing=True).check(under=UNDER, over=OVER)
