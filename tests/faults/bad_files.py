@@ -82,26 +82,20 @@ def set_to(name: str, value: object) -> Change:
     return lambda content: content.update({name: value})
 
 
+ANY_FILES: dict[str, Change] = {
+    "no such file": None, "another version": set_to("version", 99), "an unknown key": set_to("colour", "red"),
+}  # fmt: skip
 PLAN_FILES: dict[str, Change] = {
-    "no such file": None,
-    "an empty file": "",
-    "a file that was cut short": '{"world_size": 4, "units": [',
-    "bytes that are no text": b"\x89PNG\xff",
-    "a list": "[]",
-    f"a file of {MOST_BYTES + 1} bytes": MOST_BYTES + 1,
-    "brackets without end": "[" * 5000,
-    "a key that stands twice": '{"world_size": 4, "world_size": 8}',
-    "another version": set_to("version", 99),
-    "an unknown key": set_to("colour", "red"),
-    "a missing key": lambda content: content.pop("units"),
-    "a text in place of a number": set_to("world_size", "4"),
-    "NaN": set_to("step_s", float("nan")),
-    "world_size 0": set_to("world_size", 0),
+    **ANY_FILES, "an empty file": "", "a file that was cut short": '{"world_size": 4, "units": [', "a list": "[]",
+    "bytes that are no text": b"\x89PNG\xff", f"a file of {MOST_BYTES + 1} bytes": MOST_BYTES + 1,
+    "brackets without end": "[" * 5000, "a key that stands twice": '{"world_size": 4, "world_size": 8}',
+    "a missing key": lambda content: content.pop("units"), "a text in place of a number": set_to("world_size", "4"),
+    "NaN": set_to("step_s", float("nan")), "world_size 0": set_to("world_size", 0),
     "a negative peak": set_to("peak_bytes", -1),
     "a group of 3 of 4 ranks": lambda content: content["units"][2].update(shard_size=3),
     "a unit that stands twice": lambda content: content["units"].append(content["units"][2]),
     "an edited plan with its old fingerprint": set_to("fingerprint", "0123456789abcdef"),
-}
+}  # fmt: skip
 
 
 def beside_plan(**options: object) -> None:
@@ -117,10 +111,8 @@ OTHER_RUNS: dict[str, Give] = {
     "memory_limit=1MiB beside a plan of more": lambda: beside_plan(memory_limit=2**20),
 }
 PROFILES: dict[str, Change] = {
-    "no such file": None,
+    **ANY_FILES,
     "a file that was cut short": '{"hardware": ',
-    "another version": set_to("version", 99),
-    "an unknown key": set_to("colour", "red"),
     "a bandwidth of 0": lambda content: content["hardware"]["device"].update(memory_bytes_per_s=0.0),
     "nodes of no devices": lambda content: content["hardware"].update(devices_per_node=0),
 }
@@ -181,8 +173,6 @@ def checkpoint(given: str, folder: Path) -> Give:
 
 
 SECTIONS = {
-    "Plan files": plan_file,
-    "Plans of another run": lambda given, folder: OTHER_RUNS[given],
-    "Profiles": profile_file,
-    "Checkpoints": checkpoint,
-}
+    "Plan files": plan_file, "Plans of another run": lambda given, folder: OTHER_RUNS[given],
+    "Profiles": profile_file, "Checkpoints": checkpoint,
+}  # fmt: skip

@@ -25,8 +25,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from safetensors.torch import load_file
 
 from tests.faults.training import FINAL, PHASES, Training, marks, train
@@ -44,24 +42,21 @@ START_S = 120.0
 LONGEST_S = {"planning": 0.6, "resume": 0.3, "step": 0.15, "save": 0.15}
 """How long after a phase's mark the kill may come: about what a phase takes."""
 TRAININGS = (
-    Training(loop="trainer", sharded=True),
-    Training(loop="plain", sharded=True),
-    Training(loop="trainer", sharded=False),
-    Training(loop="trainer", sharded=True, in_background=True),
+    Training(loop="trainer", sharded=True), Training(loop="plain", sharded=True),
+    Training(loop="trainer", sharded=False), Training(loop="trainer", sharded=True, in_background=True),
     Training(loop="plain", sharded=False),
-)
+)  # fmt: skip
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What was seen over all trainings."""
+    """What was seen over all trainings: kills by phase and victim, seconds from the death of one rank to the end of
+    the other, and where the other had to be ended.
+    """
 
     kills: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By phase, and by who was killed."""
     ending_s: list[float] = field(default_factory=list)
-    """From the kill to the end of the others, where one rank was killed."""
     were_ended: list[str] = field(default_factory=list)
-    """Where others had to be ended."""
     trainings: int = 0
     problems: list[str] = field(default_factory=list)
     wanted: int = 0
@@ -151,9 +146,8 @@ def _kill_sometime(ranks: list[Rank], place: Path, chance: random.Random, outcom
 
 def _end_as_torchrun(ranks: list[Rank]) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
-        for rank in ranks:
-            if rank.poll() is None:
-                os.kill(rank.pid, number)
+        for rank in (rank for rank in ranks if rank.poll() is None):
+            os.kill(rank.pid, number)
         if _wait(LAUNCHER_WAITS_S, lambda: _ended(ranks)):
             return
 
@@ -180,11 +174,9 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hf_osdp_kills_") as folder:
         outcome = run(arguments.kills, arguments.seed, Path(folder), arguments.seconds)
-    who = ("rank 0", "rank 1", "all")
-    table = Table("phase", *who, title=f"{outcome.kills.total()} kills in {outcome.trainings} trainings")
+    print(f"{outcome.kills.total()} kills in {outcome.trainings} trainings")
     for phase in PHASES:
-        table.add_row(phase, *(str(outcome.kills[phase, one]) for one in who))
-    Console(width=100).print(table)
+        print(f"{phase:9}", *(f"{one} {outcome.kills[phase, one]:3}" for one in ("rank 0", "rank 1", "all")), sep="  ")
     if ends := outcome.ending_s:
         print(
             f"From a rank's death to the other's end: median {statistics.median(ends):.2f} s, at most {max(ends):.2f}."

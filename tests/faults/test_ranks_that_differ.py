@@ -144,11 +144,9 @@ def of_diverged(folder: str) -> list[str]:
     return [str(of_trainer.value), str(of_loop.value)]
 
 
-SAID_BY = (of_trainers, of_half_the_rows, of_loops, of_diverged)
-
-
 def all_of_it(folder: str) -> dict[str, object]:
-    return {act.__name__: act(f"{folder}/{act.__name__}") for act in SAID_BY}
+    acts = (of_trainers, of_half_the_rows, of_loops, of_diverged)
+    return {act.__name__: act(f"{folder}/{act.__name__}") for act in acts}
 
 
 @pytest.fixture(scope="module")

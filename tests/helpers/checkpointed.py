@@ -36,14 +36,12 @@ SPLIT = ("lm_head", "transformer.h.0.mlp.c_fc", "transformer.h.1.attn.c_attn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leg:
-    """Steps between two interruptions."""
+    """Steps between two interruptions, by a layout of `plan_of` or in one process, and how they are saved."""
 
     steps: int
     layout: str | None
-    """Of `plan_of`; None is one process that nothing is sharded in."""
     slices: int = 1
     sharded: bool = True
-    """How its checkpoint is written."""
     in_background: bool = False
 
 

@@ -31,9 +31,8 @@ def verify_applied(model: nn.Module, plan: Plan, units: tuple[UnitDescription, .
         if _managed_names(unit) and found != planned:
             different.append((unit, *(decision.describe(plan.world_size) for decision in (found, planned))))
     for unit, runs, planned in different[:1]:
-        raise PlanMismatchError(
-            f"Unit {unit.label!r} runs as {runs!r}, but the plan says {planned!r} ({len(different)} units differ)."
-        )
+        share = f"{len(different)} of {len(units)} units differ"
+        raise PlanMismatchError(f"Unit {unit.label!r} runs as {runs!r}, but the plan says {planned!r} ({share}).")
 
 
 def read_back(model: nn.Module, units: tuple[UnitDescription, ...]) -> tuple[UnitDecision, ...]:
@@ -64,7 +63,8 @@ def _read_unit(unit: UnitDescription, module: nn.Module, named: dict[tuple[int, 
     _require(len(groups) == 1, f"Unit {unit.label!r} has {len(groups)} FSDP2 parameter groups instead of one")
     group, mesh = groups[0], groups[0].mesh_info.mesh
     held = {named.get((id(module), leaf), "") for module, leaf in (owners(p)[0] for p in group.fsdp_params)}
-    _require(held == expected, f"Unit {unit.label!r} holds other parameters: {sorted(held ^ expected)}")
+    odd = sorted(held ^ expected)
+    _require(not odd, f"Unit {unit.label!r} holds other parameters; the first difference is {odd[:1]}")
     _require(mesh.size() == world, f"Unit {unit.label!r} uses a mesh of {mesh.size()} ranks of {world}")
     return UnitDecision(
         fqn=unit.fqn, shard_size=group.ranks, reshard_after_forward=group.post_forward_mesh_info is not None,
@@ -98,8 +98,8 @@ def _read_collectives(group: UnitGroup) -> dict[str, Any]:
     planned = unit_collectives(shards, mesh.device_type, stages, *transports(sent, plain))
     reaches_all = stages is None or shards.size() == stages.between.size() * stages.within.size()
     as_planned = (_kind(gather), _kind(scatter)) == (_kind(planned[0]), _kind(planned[1]))
-    names = f"{type(gather).__name__} and {type(scatter).__name__}"
-    _require(shards.size() == 1 or (reaches_all and as_planned), f"A unit's collectives are {names}, as in no plan")
+    used = f"gathers with {type(gather).__name__} and reduces with {type(scatter).__name__}"
+    _require(shards.size() == 1 or (reaches_all and as_planned), f"A unit {used}, as in no plan")
     return {"stage_size": 1 if stages is None else stages.within.size(), **asdict(sent)}
 
 
