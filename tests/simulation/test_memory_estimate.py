@@ -17,7 +17,7 @@ UNDER, OVER = 0.01, 0.02
 EACH = product(("gpt2", "bert", "llama"), LAYOUTS)
 
 
-@pytest.mark.parametrize(("name", "layout"), slow_but(EACH, [("gpt2", "mixed"), ("llama", "hsdp")]))
+@pytest.mark.parametrize(("name", "layout"), slow_but(EACH, [("gpt2", "mixed")]))
 def test_peak_of_each_layout(name, layout):
     Trial(model=name, layout=layout, device_type="cpu").check(under=UNDER, over=OVER)
 
@@ -35,8 +35,7 @@ TRIALS = [
       for length in (16, 128)),
     *(Trial(layout=layout, holds_outputs=True, device_type="cpu") for layout in ("zero3", "ddp")),
 ]  # fmt: skip
-DAILY = [TRIALS[index] for index in (0, 4, 12, 14, 16)]
-"""One of each line but that of larger batches in bf16."""
+DAILY = [TRIALS[index] for index in (4, 12, 14, 16)]
 
 
 @pytest.mark.parametrize("trial", slow_but(TRIALS, DAILY), ids=str)

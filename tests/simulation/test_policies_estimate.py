@@ -80,7 +80,8 @@ def test_peak_of_each_way_to_fit(trial):
     trial.check(under=0.005, over=0.01 if trial.split.sliced == (HEAD,) and trial.model == "small gpt2" else 0.03)
 
 
-@pytest.mark.parametrize(("kept", "over"), slow_but([(RECOMPUTE, 0.03), (OFFLOAD, 0.015)], [(OFFLOAD, 0.015)]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("kept", "over"), [(RECOMPUTE, 0.03), (OFFLOAD, 0.015)])
 def test_peak_where_llama_also_holds_the_first_blocks_input(kept, over):
     """Known and small: it leaves the device in the estimate, but Llama's own forward holds it as well until it ends.
 
@@ -109,6 +110,7 @@ def test_peaks_of_device_and_host_with_activations_there(trial):
         assert estimate.host_bytes == simulated.host_bytes > 0
 
 
+@pytest.mark.slow
 def test_device_is_relieved_of_activations_that_the_host_holds():
     saved, away, inputs_away = (
         replace(GPT2, samples=8, activations=(kept,)).run()[1] for kept in (SAVE, OFFLOAD, RECOMPUTE_OFFLOAD)
@@ -139,6 +141,7 @@ def test_peaks_with_accumulation_and_states_on_the_host(hold, layout):
     replace(STATES, layout=layout, world=4, steps=3, hold=(hold,)).check(under=0.005, over=0.03)
 
 
+@pytest.mark.slow
 def test_states_on_the_host_leave_none_on_the_device():
     here, there = (replace(STATES, world=2, on_host=(way,)).run() for way in (False, True))
     assert here[0].host_bytes == here[1].host_bytes == 0
