@@ -80,8 +80,6 @@ def launched(given: str, folder: Path) -> Give:
 
 
 class Noisy(torch.optim.Optimizer):
-    """Updates at random."""
-
     @torch.no_grad()
     def step(self) -> None:
         for parameter in self.param_groups[0]["params"]:
@@ -92,12 +90,16 @@ def weights() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(4, 4))]
 
 
+def released(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    release_parameters(optimizer, parameter_names(model))
+
+
 def with_state() -> None:
     layer = nn.Linear(4, 4)
     used = torch.optim.AdamW(layer.parameters())
     layer(torch.ones(1, 4)).sum().backward()
     used.step()
-    release_parameters(used, parameter_names(layer))
+    released(used, layer)
 
 
 def of_slices() -> None:
@@ -116,9 +118,7 @@ OPTIMIZERS: dict[str, Give] = {
     "torch.optim.Muon(...) beside an operator in slices": of_slices,
     "torch.optim.LBFGS(...)": lambda: spec_of_optimizer(torch.optim.LBFGS(weights()), device_type="cpu"),
     "an optimizer of one's own that adds noise": lambda: check_optimizer(Noisy(weights(), {})),
-    "an optimizer of another model": lambda: release_parameters(
-        torch.optim.AdamW(weights()), parameter_names(nn.Linear(4, 4))
-    ),
+    "an optimizer of another model": lambda: released(torch.optim.AdamW(weights()), nn.Linear(4, 4)),
     "an optimizer that took steps before sharding": with_state,
 }
 MODELS: dict[str, Give] = {

@@ -6,16 +6,8 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
+import transformers
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    BertConfig,
-    GPT2Config,
-    LlamaConfig,
-    T5Config,
-)
 
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.cost.memory import MemoryEstimate, estimate_memory
@@ -30,7 +22,6 @@ from hf_osdp.preparation.simulate import Simulation, simulate
 from hf_osdp.tracing.describe import describe
 
 LAYOUTS = ("ddp", "zero2", "zero3", "two_stage", "hsdp", "mixed")
-_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def choices_of_layout(layout: str, description: ModelDescription, world: int) -> list[UnitLayout]:
@@ -54,38 +45,37 @@ def choices_of_layout(layout: str, description: ModelDescription, world: int) ->
     return choices
 
 
-def _llama(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocabulary: int) -> LlamaConfig:
-    return LlamaConfig(
-        num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads,
+def _llama(layers: int, hidden: int, intermediate: int, kv_heads: int, vocabulary: int) -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(
+        num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=4,
         num_key_value_heads=kv_heads, vocab_size=vocabulary, max_position_embeddings=256, tie_word_embeddings=False,
     )  # fmt: skip
 
 
-def _bert(layers: int) -> BertConfig:
-    return BertConfig(
-        num_hidden_layers=layers, hidden_size=256, intermediate_size=1024, num_attention_heads=4,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+def _gpt2(layers: int, **more: Any) -> transformers.GPT2Config:
+    sizes = {"n_layer": layers, "n_embd": 256, "n_head": 4, "n_positions": 256}
+    return transformers.GPT2Config(**{**sizes, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **more})
 
 
-def _gpt2(layers: int, **more: Any) -> GPT2Config:
-    return GPT2Config(**{"n_layer": layers, "n_embd": 256, "n_head": 4, "n_positions": 256, **_NO_DROPOUT, **more})
-
-
-_T5 = T5Config(d_model=256, d_kv=64, d_ff=512, num_layers=2, num_decoder_layers=2, num_heads=4, vocab_size=2000)
+_BERT = transformers.BertConfig(
+    num_hidden_layers=4, hidden_size=256, intermediate_size=1024, num_attention_heads=4, hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+)  # fmt: skip
+_T5 = transformers.T5Config(d_model=256, d_kv=64, d_ff=512, num_layers=2, num_decoder_layers=2, num_heads=4)
+_T5.vocab_size = 2000
 _MODELS = {
-    "gpt2": _gpt2(4), "bert": _bert(4), "llama": _llama(4, 256, 688, 4, 2, 8000), "t5": _T5,
+    "gpt2": _gpt2(4), "bert": _BERT, "llama": _llama(4, 256, 688, 2, 8000), "t5": _T5,
     "dropout": _gpt2(3, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1),
-    "small gpt2": _gpt2(2, n_positions=128, vocab_size=2000), "small llama": _llama(2, 256, 688, 4, 2, 4000),
-    "frozen": _llama(3, 512, 2048, 4, 4, 500),
+    "small gpt2": _gpt2(2, n_positions=128, vocab_size=2000), "small llama": _llama(2, 256, 688, 2, 4000),
+    "frozen": _llama(3, 512, 2048, 4, 500),
 }  # fmt: skip
-_AUTO = {"bert": AutoModelForMaskedLM, "t5": AutoModelForSeq2SeqLM}
+_AUTO = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
 
 
 @lru_cache
 def built(name: str) -> nn.Module:
     """Return a model on the meta device; of `frozen`, norms and embedding alone are trained."""
-    model = build_on_meta(_MODELS[name], auto_class=_AUTO.get(name, AutoModelForCausalLM))
+    model = build_on_meta(_MODELS[name], auto_class=_AUTO.get(name, transformers.AutoModelForCausalLM))
     if name == "frozen":
         for parameter_name, parameter in model.named_parameters():
             parameter.requires_grad_("norm" in parameter_name or "embed" in parameter_name)
