@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +17,7 @@ from hf_osdp.cli.app import app
 from .bad_inputs import Give, NotRefused
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-STANDS_FOR = {
-    "SIZES": "--sequence-length 16 --global-batch-size 32",
-    "DEVICES": "--device titan-rtx --devices-per-node 4",
-}
+SIZES, DEVICES = "--sequence-length 16 --global-batch-size 32", "--device titan-rtx --devices-per-node 4"
 
 
 @contextmanager
@@ -48,22 +46,16 @@ def command(given: str, folder: Path) -> Give:
     """A command that ends with one line on stderr, nothing on stdout, and exit code 1 where nothing fits, else 2."""
     from transformers import GPT2Config
 
-    words = [part for word in _written(given, folder).split()[1:] for part in STANDS_FOR.get(word, word).split()]
+    words = _written(given, folder).replace("SIZES", SIZES).replace("DEVICES", DEVICES).split()[1:]
     GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=500, n_positions=64).save_pretrained(folder / "model")
 
     def run() -> None:
         with _inside(folder):
             done = CliRunner().invoke(app, words)
-        if (
-            done.exit_code not in (1, 2)
-            or done.stdout
-            or not done.stderr.startswith("hf-osdp: ")
-            or not done.stderr.endswith("\n")
-        ):
-            raise NotRefused(
-                f"exit code {done.exit_code}, stdout {done.stdout!r}, stderr {done.stderr!r}"
-            ) from done.exception
-        raise ValueError(done.stderr.removeprefix("hf-osdp: ").removesuffix("\n"))
+        said = re.fullmatch(r"hf-osdp: (.*)\n", done.stderr, re.DOTALL)
+        if done.exit_code not in (1, 2) or done.stdout or not said:
+            raise NotRefused(f"exit code {done.exit_code}, {done.stdout!r}, {done.stderr!r}") from done.exception
+        raise ValueError(said[1])
 
     return run
 
@@ -76,9 +68,8 @@ def recipe(given: str, folder: Path) -> Give:
         with _inside(folder):
             module = importlib.import_module("run_mlm" if "--grouping" in words or "--mlm" in words else "run_clm")
             argv = [str(folder / word) if (folder / word).exists() else word for word in words.split()]
-            model_args, *_, options = module.parse_arguments(
-                (module.ModelArguments, module.DataArguments, module.TrainingArguments), argv
-            )
+            kinds = (module.ModelArguments, module.DataArguments, module.TrainingArguments)
+            model_args, *_, options = module.parse_arguments(kinds, argv)
             return module.with_grouping(model_args.grouping, options) if "--grouping" in words else options
 
     return parse

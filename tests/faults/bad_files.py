@@ -37,12 +37,13 @@ def description() -> ModelDescription:
     return transformer()
 
 
+FOUR = preset("cpu", devices_per_node=4)
+
+
 @cache
 def plan() -> Plan:
     """Of four processes."""
-    return search(
-        problem(description(), preset("cpu", devices_per_node=4), TrainingJob(global_batch_size=8), 2**33)
-    ).plan
+    return search(problem(description(), FOUR, TrainingJob(global_batch_size=8), 2**33)).plan
 
 
 def unsigned_plan() -> dict[str, Any]:
@@ -55,14 +56,11 @@ def profile() -> Profile:
     """With times of one segment, of another model."""
     other = transformer(hidden=32)
     times = SegmentTimes(
-        class_name=other.units[1].class_name,
-        parameter_shapes=tuple(p.shape for p in other.units[1].parameters),
-        sequence_length=other.sequence_length,
-        compute_dtype=DType.FLOAT32,
-        work=SegmentWork.of(other.segments[0]),
+        class_name=other.units[1].class_name, parameter_shapes=tuple(p.shape for p in other.units[1].parameters),
+        sequence_length=other.sequence_length, compute_dtype=DType.FLOAT32, work=SegmentWork.of(other.segments[0]),
         points=(TimePoint(samples=1, forward_s=1.0, backward_s=2.0),),
-    )
-    return Profile(hardware=preset("cpu", devices_per_node=4), segments=(times,))
+    )  # fmt: skip
+    return Profile(hardware=FOUR, segments=(times,))
 
 
 def write(path: Path, content: Any, change: Change) -> None:
@@ -84,41 +82,37 @@ def set_to(name: str, value: object) -> Change:
     return lambda content: content.update({name: value})
 
 
+ANY_FILES: dict[str, Change] = {
+    "no such file": None, "another version": set_to("version", 99), "an unknown key": set_to("colour", "red"),
+}  # fmt: skip
 PLAN_FILES: dict[str, Change] = {
-    "no such file": None,
-    "an empty file": "",
-    "a file that was cut short": '{"world_size": 4, "units": [',
-    "bytes that are no text": b"\x89PNG\xff",
-    "a list": "[]",
-    f"a file of {MOST_BYTES + 1} bytes": MOST_BYTES + 1,
-    "brackets without end": "[" * 5000,
-    "a key that stands twice": '{"world_size": 4, "world_size": 8}',
-    "another version": set_to("version", 99),
-    "an unknown key": set_to("colour", "red"),
-    "a missing key": lambda content: content.pop("units"),
-    "a text in place of a number": set_to("world_size", "4"),
-    "NaN": set_to("step_s", float("nan")),
-    "world_size 0": set_to("world_size", 0),
+    **ANY_FILES, "an empty file": "", "a file that was cut short": '{"world_size": 4, "units": [', "a list": "[]",
+    "bytes that are no text": b"\x89PNG\xff", f"a file of {MOST_BYTES + 1} bytes": MOST_BYTES + 1,
+    "brackets without end": "[" * 5000, "a key that stands twice": '{"world_size": 4, "world_size": 8}',
+    "a missing key": lambda content: content.pop("units"), "a text in place of a number": set_to("world_size", "4"),
+    "NaN": set_to("step_s", float("nan")), "world_size 0": set_to("world_size", 0),
     "a negative peak": set_to("peak_bytes", -1),
     "a group of 3 of 4 ranks": lambda content: content["units"][2].update(shard_size=3),
     "a unit that stands twice": lambda content: content["units"].append(content["units"][2]),
     "an edited plan with its old fingerprint": set_to("fingerprint", "0123456789abcdef"),
-}
+}  # fmt: skip
+
+
+def beside_plan(**options: object) -> None:
+    check_given_plan(plan(), OSDPConfig(**options), plan().peak_bytes)
+
+
 OTHER_RUNS: dict[str, Give] = {
     "4 processes' plan on 2": lambda: plan().check(description(), 2),
     "a plan of a model with other units": lambda: plan().check(transformer(layers=5), 4),
     "a plan of a model with other shapes": lambda: plan().check(transformer(hidden=32), 4),
-    "global_batch_size=16 beside a plan of 8": lambda: check_given_plan(plan(), OSDPConfig(global_batch_size=16), 0),
-    "samples of 64 tokens beside a plan of 32": lambda: check_given_plan(plan(), OSDPConfig(sequence_length=64), 0),
-    "memory_limit=1MiB beside a plan of more": lambda: check_given_plan(
-        plan(), OSDPConfig(memory_limit=2**20), plan().peak_bytes
-    ),
+    "global_batch_size=16 beside a plan of 8": lambda: beside_plan(global_batch_size=16),
+    "samples of 64 tokens beside a plan of 32": lambda: beside_plan(sequence_length=64),
+    "memory_limit=1MiB beside a plan of more": lambda: beside_plan(memory_limit=2**20),
 }
 PROFILES: dict[str, Change] = {
-    "no such file": None,
+    **ANY_FILES,
     "a file that was cut short": '{"hardware": ',
-    "another version": set_to("version", 99),
-    "an unknown key": set_to("colour", "red"),
     "a bandwidth of 0": lambda content: content["hardware"]["device"].update(memory_bytes_per_s=0.0),
     "nodes of no devices": lambda content: content["hardware"].update(devices_per_node=0),
 }
@@ -143,16 +137,13 @@ class Opens:
         return (open, ("/nowhere/at/all",))
 
 
-def outside(manifest: dict[str, Any]) -> None:
-    manifest["files"]["../../secret"] = {"size": 1, "crc32": 1}
-
-
+OUTSIDE = {"../../secret": {"size": 1, "crc32": 1}}
 FILES_OF_CHECKPOINTS: dict[str, tuple[str, Change]] = {
     "a file that was cut short": ("model.bin", b"wei"),
     "a file with a changed byte": ("model.bin", b"Weights"),
     "a manifest that was cut short": (MANIFEST_NAME, '{"format": 1'),
     "a manifest of a later version": (MANIFEST_NAME, set_to("format", 99)),
-    "a manifest that names a file outside": (MANIFEST_NAME, outside),
+    "a manifest that names a file outside": (MANIFEST_NAME, lambda manifest: manifest["files"].update(OUTSIDE)),
     "model.safetensors of other content": ("model.safetensors", b"no tensors"),
 }
 READERS: dict[str, Callable[[Path], object]] = {
@@ -182,8 +173,6 @@ def checkpoint(given: str, folder: Path) -> Give:
 
 
 SECTIONS = {
-    "Plan files": plan_file,
-    "Plans of another run": lambda given, folder: OTHER_RUNS[given],
-    "Profiles": profile_file,
-    "Checkpoints": checkpoint,
-}
+    "Plan files": plan_file, "Plans of another run": lambda given, folder: OTHER_RUNS[given],
+    "Profiles": profile_file, "Checkpoints": checkpoint,
+}  # fmt: skip

@@ -29,13 +29,11 @@ class NotRefused(AssertionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One input of the pages."""
+    """What the user wrote, as a page shows it, and what is said, with FOLDER and ‹...› for what differs."""
 
     section: str
     given: str
-    """What the user wrote, as the page shows it."""
     line: str
-    """What is said, with FOLDER and ‹...› for what differs."""
 
     def matches(self, said: str, folder: Path) -> bool:
         """Whether this was said."""
@@ -49,9 +47,8 @@ def rows(page: str) -> Iterator[Row]:
     for line in page.splitlines():
         section = line.removeprefix("## ") if line.startswith("## ") else section
         if found := _ROW.match(line):
-            yield Row(
-                section=section, given=found["given"].replace("\\|", "|"), line=found["line"].replace("\\|", "|")
-            )
+            given, said = (found[name].replace("\\|", "|") for name in ("given", "line"))
+            yield Row(section=section, given=given, line=said)
 
 
 def give(row: Row, folder: Path) -> Give:

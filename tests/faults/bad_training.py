@@ -1,6 +1,4 @@
-"""Wrong options of OSDPConfig, the Trainer, plain loops and launchers; optimizers, models, batches and output
-folders.
-"""
+"""Wrong options of OSDPConfig, the Trainer, loops and launchers; optimizers, models, batches and output folders."""
 
 from __future__ import annotations
 
@@ -48,9 +46,8 @@ def option(given: str, folder: Path) -> Give:
 
 def trainer(given: str, folder: Path) -> Give:
     def asked(osdp: object = None, fsdp_config: dict[str, object] | None = None) -> object:
-        return requested_config(
-            osdp, SimpleNamespace(fsdp=[], fsdp_plugin_args=None, fsdp_config=fsdp_config, torch_compile=False)
-        )
+        fsdp = {"fsdp": [], "fsdp_plugin_args": None, "fsdp_config": fsdp_config}
+        return requested_config(osdp, SimpleNamespace(**fsdp, torch_compile=False))
 
     return lambda: eval(given, {"Trainer": asked, "TrainingArguments": asked})
 
@@ -63,19 +60,12 @@ def plain_loop(given: str, folder: Path) -> Give:
     return lambda: eval(given, names)
 
 
-READERS = {
-    "RANK": launched_rank,
-    "WORLD_SIZE": check_ranks,
-    "MASTER_PORT": check_ranks,
-    "OSDP_LAUNCH_TIMEOUT_S": launch_timeout_s,
-}
+READERS = {"RANK": launched_rank, "OSDP_LAUNCH_TIMEOUT_S": launch_timeout_s}
 TWO = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
 def launched(given: str, folder: Path) -> Give:
-    """A key of the accelerate configuration file, which becomes a variable, or a variable that a launcher or a user
-    sets.
-    """
+    """A key of accelerate's configuration file, which becomes a variable, or a variable of a launcher or a user."""
     if ": " in given:
         name, value = given.split(": ", 1)
         usual = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": "{'osdp': True}"}
@@ -84,14 +74,12 @@ def launched(given: str, folder: Path) -> Give:
 
     def read() -> None:
         with mock.patch.dict(os.environ, {**TWO, name: value}):
-            READERS[name]()
+            READERS.get(name, check_ranks)()
 
     return read
 
 
 class Noisy(torch.optim.Optimizer):
-    """Updates at random."""
-
     @torch.no_grad()
     def step(self) -> None:
         for parameter in self.param_groups[0]["params"]:
@@ -102,12 +90,16 @@ def weights() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(4, 4))]
 
 
+def released(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    release_parameters(optimizer, parameter_names(model))
+
+
 def with_state() -> None:
     layer = nn.Linear(4, 4)
     used = torch.optim.AdamW(layer.parameters())
     layer(torch.ones(1, 4)).sum().backward()
     used.step()
-    release_parameters(used, parameter_names(layer))
+    released(used, layer)
 
 
 def of_slices() -> None:
@@ -122,28 +114,21 @@ def untied() -> nn.Module:
     return loose
 
 
-def named_optimizer(given: str) -> object:
-    return spec_of_trainer_name(given.split('"')[1], device_type="cpu")
-
-
 OPTIMIZERS: dict[str, Give] = {
     "torch.optim.Muon(...) beside an operator in slices": of_slices,
     "torch.optim.LBFGS(...)": lambda: spec_of_optimizer(torch.optim.LBFGS(weights()), device_type="cpu"),
     "an optimizer of one's own that adds noise": lambda: check_optimizer(Noisy(weights(), {})),
-    "an optimizer of another model": lambda: release_parameters(
-        torch.optim.AdamW(weights()), parameter_names(nn.Linear(4, 4))
-    ),
+    "an optimizer of another model": lambda: released(torch.optim.AdamW(weights()), nn.Linear(4, 4)),
     "an optimizer that took steps before sharding": with_state,
 }
 MODELS: dict[str, Give] = {
     'block_classes="LlamaDecoderLayer" for GPT-2': lambda: find_units(tiny_model("gpt2"), ["LlamaDecoderLayer"]),
-    "parameters of complex numbers": lambda: find_units(nn.Sequential(*(nn.Linear(2, 2,
-                                                                                  dtype=torch.complex64) for _ in range(2)))),  # noqa: E501
+    "parameters of complex numbers": lambda: find_units(nn.Sequential(*2 * [nn.Linear(2, 2, dtype=torch.complex64)])),
     "a head that was replaced, and tie_word_embeddings=True": lambda: check_model(untied()),
     "model.requires_grad_(False)": lambda: check_model(tiny_model("gpt2").requires_grad_(False)),
     "global_batch_size=33 on 4 processes": lambda: TrainingJob(global_batch_size=33).micro_batch_sizes(4),
-    "micro_batch_size=5 of 8 samples": lambda: TrainingJob(global_batch_size=32,
-                                                           micro_batch_size=5).micro_batch_sizes(4),
+    "micro_batch_size=5 of 8 samples": lambda: TrainingJob(
+        global_batch_size=32, micro_batch_size=5).micro_batch_sizes(4),
     'mixed_precision="fp8"': lambda: Precision.named("fp8"),
     'hardware="abacus"': lambda: preset("abacus"),
     "memory_limit=4KiB": lambda: search(
@@ -163,15 +148,11 @@ def output_folder(given: str, folder: Path) -> Give:
 
 
 def optimizer(given: str, folder: Path) -> Give:
-    return OPTIMIZERS.get(given) or (lambda: named_optimizer(given))
+    return OPTIMIZERS.get(given) or (lambda: spec_of_trainer_name(given.split('"')[1], device_type="cpu"))
 
 
 SECTIONS: dict[str, Any] = {
-    "Options of OSDPConfig": option,
-    "Trainer": trainer,
-    "Plain loops": plain_loop,
-    "Launchers": launched,
-    "Optimizers": optimizer,
-    "Models and batches": lambda given, folder: MODELS[given],
+    "Options of OSDPConfig": option, "Trainer": trainer, "Plain loops": plain_loop, "Launchers": launched,
+    "Optimizers": optimizer, "Models and batches": lambda given, folder: MODELS[given],
     "Output folders": output_folder,
-}
+}  # fmt: skip

@@ -20,12 +20,11 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from safetensors.torch import load_file
 
 from tests.faults.training import FINAL, PHASES, Training, marks, train
@@ -33,9 +32,7 @@ from tests.helpers.distributed import Rank, ranks_of
 
 WORLD = 2
 ENDS_WITHIN_S = 2.0
-"""How long the ranks that were not killed may take to end by themselves, before they are ended as torchrun ends
-them.
-"""
+"""How long the others may take to end by themselves, before they are ended as torchrun ends them."""
 LAUNCHER_WAITS_S = 30.0
 """From torchrun's SIGTERM to its SIGKILL."""
 MOST_ENDED = 0.02
@@ -45,24 +42,21 @@ START_S = 120.0
 LONGEST_S = {"planning": 0.6, "resume": 0.3, "step": 0.15, "save": 0.15}
 """How long after a phase's mark the kill may come: about what a phase takes."""
 TRAININGS = (
-    Training(loop="trainer", sharded=True),
-    Training(loop="plain", sharded=True),
-    Training(loop="trainer", sharded=False),
-    Training(loop="trainer", sharded=True, in_background=True),
+    Training(loop="trainer", sharded=True), Training(loop="plain", sharded=True),
+    Training(loop="trainer", sharded=False), Training(loop="trainer", sharded=True, in_background=True),
     Training(loop="plain", sharded=False),
-)
+)  # fmt: skip
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What was seen over all trainings."""
+    """What was seen over all trainings: kills by phase and victim, seconds from the death of one rank to the end of
+    the other, and where the other had to be ended.
+    """
 
     kills: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By phase, and by who was killed."""
     ending_s: list[float] = field(default_factory=list)
-    """From the kill to the end of the others, where one rank was killed."""
     were_ended: list[str] = field(default_factory=list)
-    """Where others had to be ended."""
     trainings: int = 0
     problems: list[str] = field(default_factory=list)
     wanted: int = 0
@@ -75,9 +69,7 @@ class Outcome:
 
 
 def run(kills: int, seed: int, folder: Path, seconds: float = math.inf) -> Outcome:
-    """Train one after the other in a folder until there were so many kills, or for so many seconds; a seed picks
-    phases, moments and victims.
-    """
+    """Train in a folder until there were so many kills, or for so many seconds; the seed picks them."""
     chance, outcome = random.Random(seed), Outcome(wanted=kills, until_s=time.monotonic() + seconds)
     wanted: dict[Training, dict[str, torch.Tensor]] = {}
     while outcome.goes_on:
@@ -90,20 +82,22 @@ def run(kills: int, seed: int, folder: Path, seconds: float = math.inf) -> Outco
         outcome.trainings += 1
         final = load_file(place / FINAL)
         if different := [name for name, value in wanted[training].items() if not torch.equal(final[name], value)]:
-            outcome.problems.append(
-                f"{place.name} ({training}): {len(different)} weights differ, such as {different[0]}"
-            )
-    if len(outcome.were_ended) > max(1, MOST_ENDED * outcome.kills.total()):
-        outcome.problems.append(
-            f"others had to be ended after {len(outcome.were_ended)} of {outcome.kills.total()} kills"
-        )
+            outcome.problems.append(f"{place.name} ({training}): {len(different)} weights differ: {different[0]}, ...")
+    ended, total = len(outcome.were_ended), outcome.kills.total()
+    if ended > max(1, MOST_ENDED * total):
+        outcome.problems.append(f"others had to be ended after {ended} of {total} kills")
     return outcome
+
+
+def started(training: Training, place: Path, **variables: str) -> AbstractContextManager[list[Rank]]:
+    options = {"timeout_s": START_S, "init": training.loop == "plain", "env": variables}
+    return ranks_of(train, WORLD, training, str(place), **options)
 
 
 def uninterrupted(training: Training, folder: Path) -> dict[str, torch.Tensor]:
     """Return the final weights of a run that nobody kills."""
     place = Path(tempfile.mkdtemp(dir=folder))
-    with ranks_of(train, WORLD, training, str(place), timeout_s=START_S, init=training.loop == "plain") as ranks:
+    with started(training, place) as ranks:
         _wait(START_S, lambda: _ended(ranks))
     return load_file(place / FINAL)
 
@@ -114,10 +108,7 @@ def _one_training(training: Training, place: Path, chance: random.Random, outcom
     while not (place / FINAL).exists():
         (place / "marks").unlink(missing_ok=True)
         before = max((int(path.name.rpartition("-")[2]) for path in place.glob("checkpoint-*")), default=0)
-        environment = {"TORCHELASTIC_RESTART_COUNT": str(starts)}
-        with ranks_of(
-            train, WORLD, training, str(place), timeout_s=START_S, init=training.loop == "plain", env=environment
-        ) as ranks:
+        with started(training, place, TORCHELASTIC_RESTART_COUNT=str(starts)) as ranks:
             if outcome.goes_on:
                 _kill_sometime(ranks, place, chance, outcome, resumes=starts > 0)
             elif not _wait(START_S, lambda ranks=ranks: _ended(ranks)) or any(rank.returncode for rank in ranks):
@@ -155,9 +146,8 @@ def _kill_sometime(ranks: list[Rank], place: Path, chance: random.Random, outcom
 
 def _end_as_torchrun(ranks: list[Rank]) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
-        for rank in ranks:
-            if rank.poll() is None:
-                os.kill(rank.pid, number)
+        for rank in (rank for rank in ranks if rank.poll() is None):
+            os.kill(rank.pid, number)
         if _wait(LAUNCHER_WAITS_S, lambda: _ended(ranks)):
             return
 
@@ -184,23 +174,15 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hf_osdp_kills_") as folder:
         outcome = run(arguments.kills, arguments.seed, Path(folder), arguments.seconds)
-    who = ("rank 0", "rank 1", "all")
-    table = Table("phase", *who, title=f"{outcome.kills.total()} kills in {outcome.trainings} trainings")
+    print(f"{outcome.kills.total()} kills in {outcome.trainings} trainings")
     for phase in PHASES:
-        table.add_row(phase, *(str(outcome.kills[phase, one]) for one in who))
-    console = Console(width=100)
-    console.print(table)
-    if ends := sorted(outcome.ending_s):
-        console.print(
-            f"From a rank's death to the end of the other: median {statistics.median(ends):.2f} s, longest"
-            f" {ends[-1]:.2f} s."
+        print(f"{phase:9}", *(f"{one} {outcome.kills[phase, one]:3}" for one in ("rank 0", "rank 1", "all")), sep="  ")
+    if ends := outcome.ending_s:
+        print(
+            f"From a rank's death to the other's end: median {statistics.median(ends):.2f} s, at most {max(ends):.2f}."
         )
-    console.print(
-        f"Ended as torchrun ends them, after {ENDS_WITHIN_S:g} s: {', '.join(outcome.were_ended) or 'none'}."
-    )
-    console.print(
-        *(outcome.problems or ["Nothing was lost: every final weight as without a kill, to the bit."]), sep="\n"
-    )
+    print(f"Ended as torchrun ends them, after {ENDS_WITHIN_S:g} s: {', '.join(outcome.were_ended) or 'none'}.")
+    print(*(outcome.problems or ["Nothing was lost: every final weight as without a kill, to the bit."]), sep="\n")
     raise SystemExit(bool(outcome.problems))
 
 

@@ -22,18 +22,17 @@ from hf_osdp.integrations.checkpoints import rescale_schedules
 from tests.unit.checkpoint.checkpoints import saved, trained
 from tests.unit.integrations.test_schedules import KINDS, made, own
 
+from .bad_files import Opens
+
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-Size = torch.Size
 
-
-def halves(size: Size, second: int) -> list[ChunkStorageMetadata]:
+def halves(size: torch.Size, second: int) -> list[ChunkStorageMetadata]:
     """Two chunks along the first dim, the second beginning at this row."""
     rest, rows = size[1:], size[0] // 2
-    return [
-        ChunkStorageMetadata(Size((at, *(0 for _ in rest))), Size((length, *rest)))
-        for at, length in ((0, rows), (second, size[0] - rows))
-    ]
+    chunks = ((0, rows), (second, size[0] - rows))
+    made = (((at, *(0 for _ in rest)), (length, *rest)) for at, length in chunks)
+    return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in made]
 
 
 CHUNKS = {
@@ -62,16 +61,10 @@ def test_index_whose_chunks_do_not_tile_a_tensor_is_refused(tmp_path, case):
         load_loop(folder, *trained(seed=9), others={})
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("global_batch_size", 2**62),
-        ("global_batch_size", 0),
-        ("global_batch_size", -4),
-        ("world_size", 0),
-        ("world_size", 2**40),
-    ],
-)
+ABSURD = [("global_batch_size", 2**62), ("global_batch_size", -4), ("world_size", 0), ("world_size", 2**40)]
+
+
+@pytest.mark.parametrize(("field", "value"), ABSURD)
 def test_manifest_with_absurd_number_is_damage(tmp_path, field, value):
     folder = saved(tmp_path / "checkpoint-1")
     path = folder / MANIFEST_NAME
@@ -96,13 +89,8 @@ def test_huge_position_of_a_schedule_is_never_stepped_to(kind):
     assert all(0 <= group["lr"] <= 0.4 for group in optimizer.param_groups)
 
 
-class Opens:
-    def __reduce__(self):
-        return open, ("/nowhere/at/all",)
-
-
 @pytest.mark.parametrize("content", ["call", "class", "garbage", "cut"])
-def test_refused_pickle_does_not_repeat_the_advice_to_load_it_unsafely(tmp_path, content):
+def test_refused_pickle_does_not_advise_to_load_it_unsafely(tmp_path, content):
     path = tmp_path / "optimizer.bin"
     torch.save({"state": Opens() if content != "class" else schedulers.StepLR}, path)
     if content == "garbage":

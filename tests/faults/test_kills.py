@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,28 +16,16 @@ from safetensors.torch import load_file
 
 from tests.faults.kills import run, uninterrupted
 from tests.faults.training import FINAL, SAVE_EVERY, STEPS, Training, marks
+from tests.helpers.distributed import ROOT, TORCHRUN, environment, run_program
 from tests.helpers.output import ends_of
 
-ROOT = Path(__file__).parents[2]
 ENDS_WITHIN_S = 150.0
 
 
 def command(loop: str, folder: Path, *words: object, restarts: int = 0) -> list[str]:
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--max-restarts",
-        str(restarts),
-    ]
-    return [*torchrun, "-m", "tests.faults.training", loop, str(folder), *map(str, words)]
-
-
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", **more}
+    folder.mkdir(exist_ok=True)
+    options = ("--standalone", "--nproc-per-node", 2, "--max-restarts", restarts, "-m", "tests.faults.training")
+    return [str(word) for word in (*TORCHRUN, *options, loop, folder, *words)]
 
 
 def assert_as_uninterrupted(loop: str, folder: Path, tmp_path: Path) -> None:
@@ -57,13 +43,9 @@ def test_nothing_is_lost_when_ranks_are_killed(tmp_path, kills):
 @pytest.mark.parametrize("loop", ["plain", "trainer"])
 def test_ranks_that_torchrun_starts_again_go_on(tmp_path, loop):
     folder = tmp_path / "run"
-    folder.mkdir()
     # TrainingArguments form the group before hf_osdp can clear torchrun's store: docs/fault_tolerance.md
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if loop == "trainer" else {}
-    done = subprocess.run(
-        command(loop, folder, 6, restarts=1), cwd=ROOT, env=environment(**own_store), timeout=ENDS_WITHIN_S,
-        capture_output=True, text=True
-    )  # fmt: skip
+    done = run_program(command(loop, folder, 6, restarts=1), timeout_s=ENDS_WITHIN_S, **own_store)
     assert done.returncode == 0, ends_of(done.stderr)
     assert "resume checkpoint-4" in marks(folder) and marks(folder)[-1] == "done"
     assert_as_uninterrupted(loop, folder, tmp_path)
@@ -72,10 +54,8 @@ def test_ranks_that_torchrun_starts_again_go_on(tmp_path, loop):
 @pytest.mark.slow
 def test_job_with_sigterm_saves_and_requeued_goes_on(tmp_path):
     folder = tmp_path / "run"
-    folder.mkdir()
-    with subprocess.Popen(
-        command("trainer", folder), cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
-    ) as job:
+    words, env = command("trainer", folder), environment()
+    with subprocess.Popen(words, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True) as job:
         deadline = time.monotonic() + ENDS_WITHIN_S
         while marks(folder).count("step") < 2:
             assert time.monotonic() < deadline and job.poll() is None
@@ -86,9 +66,7 @@ def test_job_with_sigterm_saves_and_requeued_goes_on(tmp_path):
     saved = sorted(int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*"))
     assert saved and saved[-1] < STEPS, ends_of(errors)
     assert "SIGTERM: training saves checkpoint-" in errors
-    requeued = subprocess.run(
-        command("trainer", folder), cwd=ROOT, env=environment(SLURM_RESTART_COUNT="1"), timeout=ENDS_WITHIN_S
-    )
+    requeued = run_program(command("trainer", folder), timeout_s=ENDS_WITHIN_S, SLURM_RESTART_COUNT="1")
     assert requeued.returncode == 0 and f"resume checkpoint-{saved[-1]}" in marks(folder)
     assert saved[-1] % SAVE_EVERY or marks(folder).count("step") < 2 * STEPS
     assert_as_uninterrupted("trainer", folder, tmp_path)

@@ -44,53 +44,37 @@ OF_ARGUMENTS = {"learning_rate": 2e-2, "weight_decay": 0.1, "lr_scheduler_type":
 OF_MODELS = {"n_head": 4, "activation_function": "relu", "attn_pdrop": 0.2}
 
 
-def trainers_that_differ(folder: str) -> dict[str, str]:
+def said_by(act) -> str:
+    try:
+        act()
+        return "trained"
+    except PlanMismatchError as error:
+        return str(error)
+
+
+def of_trainers(folder: str) -> dict[str, str]:
     """The line of each change on rank 1."""
-    lines = {}
-
-    def note(name: str, act) -> None:
-        try:
-            act()
-            lines[name] = "trained"
-        except PlanMismatchError as error:
-            lines[name] = str(error)
-
-    one = trainer(folder)
+    one, lines = trainer(folder), {}
     odd, arguments = dist.get_rank() == 1, one._given_args[0]
     for name, value in OF_ARGUMENTS.items():
         before = getattr(arguments, name)
         setattr(arguments, name, value if odd else before)
-        note(name, one.train)
+        lines[name] = said_by(one.train)
         setattr(arguments, name, before)
         setattr(one.args, name, before)
     data, one.train_dataset = one.train_dataset, rows(seed=4 if odd else 3)
-    note("dataset", one.train)
+    lines["dataset"] = said_by(one.train)
     one.train_dataset = data
     for name, value in OF_MODELS.items():
         other = model(**({name: value} if odd else {}))
-        note(name, lambda other=other: require_same_run(other))
-    note("alike", one.train)
-    return lines
+        lines[name] = said_by(lambda other=other: require_same_run(other))
+    return {**lines, "alike": said_by(one.train)}
 
 
-def test_trainers_that_differ_on_one_rank_stop_before_the_first_step(tmp_path):
-    lines, others = run_ranks(trainers_that_differ, 2, str(tmp_path), init=False)
-    assert lines == others and lines.pop("alike") == "trained"
-    assert lines.keys() == {*OF_ARGUMENTS, "dataset", *OF_MODELS}
-    for name, line in lines.items():
-        assert line.startswith("Ranks are about to run different things: ") and f"{name} is " in line, line
-        assert " on rank 0, " in line and "Run the same program with the same arguments on every rank." in line
-
-
-def half_of_the_rows(folder: str) -> str:
+def of_half_the_rows(folder: str) -> str:
     with pytest.raises((PlanMismatchError, OSDPError)) as raised:
         trainer(folder, rows(ROWS // (1 + dist.get_rank())), num_train_epochs=1, max_steps=-1).train()
     return str(raised.value)
-
-
-def test_half_of_the_rows_on_one_rank_is_refused(tmp_path):
-    line, other = run_ranks(half_of_the_rows, 2, str(tmp_path))
-    assert line == other and "steps is 4 on rank 0, 2 on rank 1" in line
 
 
 class Stream(IterableDataset):
@@ -100,16 +84,9 @@ class Stream(IterableDataset):
         yield from rows(8 + dist.get_rank(), seed=dist.get_rank())
 
 
-def loops_that_differ(folder: str) -> list[str]:
-    """The lines of loops on Accelerate and of plain ones, one of them alike."""
-    lines, odd = [], dist.get_rank() == 1
-
-    def note(act) -> None:
-        try:
-            act()
-            lines.append("trained")
-        except PlanMismatchError as error:
-            lines.append(str(error))
+def of_loops(folder: str) -> list[str]:
+    """Of loops on Accelerate and of plain ones, the last of each kind alike."""
+    odd = dist.get_rank() == 1
 
     def accelerated(rate: float = 1e-2, warmup: int = 1, data: object = None) -> None:
         accelerator = OSDPAccelerator(cpu=True, osdp=config(sequence_length=LENGTH))
@@ -117,11 +94,6 @@ def loops_that_differ(folder: str) -> list[str]:
         optimizer = torch.optim.AdamW(one.parameters(), lr=rate)
         schedule = get_linear_schedule_with_warmup(optimizer, warmup, 9)
         accelerator.prepare(one, optimizer, DataLoader(data or rows(), batch_size=2), schedule)
-
-    note(lambda: accelerated(rate=1e-3 if odd else 1e-2))
-    note(lambda: accelerated(warmup=2 if odd else 1))
-    note(lambda: accelerated(data=rows(ROWS // 2) if odd else None))
-    note(lambda: accelerated(data=Stream()))
 
     def plain(**options: float) -> None:
         sharded = OptimalShardedDataParallel(model(), config(sequence_length=LENGTH, global_batch_size=4))
@@ -137,20 +109,80 @@ def loops_that_differ(folder: str) -> list[str]:
             assert all(torch.equal(was.to_local(), now.to_local()) for was, now in pairs)
             raise
 
-    note(lambda: plain(lr=0.2 if odd else 0.1))
-    note(lambda: plain(momentum=0.9 if odd else 0.0))
-    note(plain)
-    return lines
+    return [
+        said_by(lambda: accelerated(rate=1e-3 if odd else 1e-2)),
+        said_by(lambda: accelerated(warmup=2 if odd else 1)),
+        said_by(lambda: accelerated(data=rows(ROWS // 2) if odd else None)),
+        said_by(lambda: accelerated(data=Stream())),
+        said_by(lambda: plain(lr=0.2 if odd else 0.1)),
+        said_by(lambda: plain(momentum=0.9 if odd else 0.0)),
+        said_by(plain),
+    ]
 
 
-def test_loops_that_differ_on_one_rank_stop_before_the_first_update(tmp_path):
-    lines, others = run_ranks(loops_that_differ, 2, str(tmp_path))
-    assert lines == others
+def of_diverged(folder: str) -> list[str]:
+    """Of a loss that is not a number on rank 1, in a Trainer and a plain loop that save."""
+
+    class Diverging(Trainer):
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            return loss * float("nan") if self.args.process_index and self.state.global_step == 1 else loss
+
+    arguments = TrainingArguments(
+        f"{folder}/trainer", per_device_train_batch_size=2, use_cpu=True, report_to="none", disable_tqdm=True,
+        max_steps=3, save_steps=1, save_total_limit=1, max_grad_norm=0,
+    )  # fmt: skip
+    with pytest.raises(CheckpointError) as of_trainer:
+        Diverging(model=model(), args=arguments, train_dataset=rows(), osdp=config()).train()
+    sharded = OptimalShardedDataParallel(model(), config(sequence_length=LENGTH, global_batch_size=4))
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    sharded.save_checkpoint(f"{folder}/plain/checkpoint-1", optimizer)
+    if dist.get_rank():
+        next(sharded.parameters()).data.to_local().fill_(float("inf"))
+    with pytest.raises(CheckpointError) as of_loop:
+        sharded.save_checkpoint(f"{folder}/plain/checkpoint-2", optimizer)
+    return [str(of_trainer.value), str(of_loop.value)]
+
+
+def all_of_it(folder: str) -> dict[str, object]:
+    acts = (of_trainers, of_half_the_rows, of_loops, of_diverged)
+    return {act.__name__: act(f"{folder}/{act.__name__}") for act in acts}
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """Where the ranks ran, and what they said, which is the same on both."""
+    folder = tmp_path_factory.mktemp("ran")
+    said, other = run_ranks(all_of_it, 2, str(folder), init=False)
+    assert said == other
+    return folder, said
+
+
+def test_trainers_that_differ_on_one_rank_stop_before_training(ran):
+    lines = ran[1]["of_trainers"]
+    assert lines.keys() == {*OF_ARGUMENTS, "dataset", *OF_MODELS, "alike"} and lines.pop("alike") == "trained"
+    for name, line in lines.items():
+        assert line.startswith("Ranks are about to run different things: ") and f"{name} is " in line, line
+        assert " on rank 0, " in line and "Run the same program with the same arguments on every rank." in line
+
+
+def test_half_of_the_rows_on_one_rank_is_refused(ran):
+    assert "steps is 4 on rank 0, 2 on rank 1" in ran[1]["of_half_the_rows"]
+
+
+def test_loops_that_differ_on_one_rank_stop_before_updates(ran):
     parts = ["lr is 0.01 on rank 0, 0.001", "schedule is LambdaLR", "dataset is of 16 rows", "trained"]
     parts += ["lr is 0.1 on rank 0, 0.2", "momentum is 0.0 on rank 0, 0.9", "trained"]
-    assert len(lines) == len(parts)
-    for line, part in zip(lines, parts, strict=True):
+    for line, part in zip(ran[1]["of_loops"], parts, strict=True):
         assert part in line, (part, line)
+
+
+def test_weights_that_are_not_finite_do_not_replace_a_checkpoint(ran):
+    folder, said = ran
+    for line in said["of_diverged"]:
+        assert "that are not finite, so checkpoint-2 is not written: training has diverged" in line
+    for kind in ("trainer", "plain"):
+        assert [path.name for path in (folder / "of_diverged" / kind).glob("checkpoint-*")] == ["checkpoint-1"]
 
 
 def test_rows_of_any_kind_are_compared_by_content():
@@ -164,40 +196,3 @@ def test_rows_of_any_kind_are_compared_by_content():
     assert dataset_text([object() for _ in range(3)]) == dataset_text([object() for _ in range(3)]), "no addresses"
     assert dataset_text(TensorDataset(torch.zeros(3))) != dataset_text(TensorDataset(torch.ones(3)))
     assert dataset_text(iter(())) == "" and dataset_text(range(7)) == "of 7 rows"
-
-
-# ---- diverged weights
-
-
-def diverged(folder: str) -> tuple[str, str]:
-    """A loss that is not a number on rank 1, in a Trainer and a plain loop that save."""
-    lines = []
-
-    class Diverging(Trainer):
-        def compute_loss(self, *args, **kwargs):
-            loss = super().compute_loss(*args, **kwargs)
-            return loss * float("nan") if self.args.process_index and self.state.global_step == 1 else loss
-
-    arguments = TrainingArguments(
-        f"{folder}/trainer", per_device_train_batch_size=2, use_cpu=True, report_to="none", disable_tqdm=True,
-        max_steps=3, save_steps=1, save_total_limit=1, max_grad_norm=0,
-    )  # fmt: skip
-    with pytest.raises(CheckpointError) as raised:
-        Diverging(model=model(), args=arguments, train_dataset=rows(), osdp=config()).train()
-    lines.append(str(raised.value))
-    sharded = OptimalShardedDataParallel(model(), config(sequence_length=LENGTH, global_batch_size=4))
-    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-    sharded.save_checkpoint(f"{folder}/plain/checkpoint-1", optimizer)
-    if dist.get_rank():
-        next(sharded.parameters()).data.to_local().fill_(float("inf"))
-    with pytest.raises(CheckpointError) as raised:
-        sharded.save_checkpoint(f"{folder}/plain/checkpoint-2", optimizer)
-    return *lines, str(raised.value)
-
-
-def test_weights_that_are_not_finite_do_not_replace_a_checkpoint(tmp_path):
-    lines, others = run_ranks(diverged, 2, str(tmp_path))
-    assert lines == others
-    assert all("that are not finite, so checkpoint-2 is not written: training has diverged" in line for line in lines)
-    for folder in ("trainer", "plain"):
-        assert [path.name for path in (tmp_path / folder).glob("checkpoint-*")] == ["checkpoint-1"]

@@ -1,8 +1,6 @@
-"""A training of two ranks that is killed and started again: what runs on a rank, and the marks by which its killer
-knows where it is.
+"""What runs on a rank of a training that is killed and started again, with marks that tell its killer where it is.
 
-Under torchrun it kills one of its own ranks in its first start: `python -m tests.faults.training trainer FOLDER
-[STEP]`.
+Under torchrun it kills one of its ranks in its first start: `python -m tests.faults.training trainer FOLDER [STEP]`.
 """
 
 from __future__ import annotations
@@ -59,7 +57,6 @@ def train(training: Training, folder: str) -> None:
 
 
 def _mark(file: Path, text: str) -> None:
-    """Write a line, on rank 0."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         with file.open("a") as lines:
             lines.write(f"{text}\n")
@@ -67,8 +64,7 @@ def _mark(file: Path, text: str) -> None:
 
 def marks(folder: Path) -> list[str]:
     """Return what rank 0 wrote so far."""
-    file = folder / "marks"
-    return file.read_text().splitlines() if file.exists() else []
+    return file.read_text().splitlines() if (file := folder / "marks").exists() else []
 
 
 def _mark_phases(mark: Callable[[str], None]) -> None:
@@ -77,13 +73,6 @@ def _mark_phases(mark: Callable[[str], None]) -> None:
     for module in (hf_osdp.integrations.trainer_checkpoints, hf_osdp.checkpoint.states):
         _before(module, "load_model", lambda folder, *a: mark(f"resume {Path(folder).name}"))
     _before(hf_osdp.checkpoint.writer.CheckpointWriter, "new", lambda *a: mark("save"))
-    complete = hf_osdp.checkpoint.writer.complete
-
-    def completed(folder: Path, *args: Any, **kwargs: Any) -> None:
-        complete(folder, *args, **kwargs)
-        mark(f"saved {folder.name}")
-
-    hf_osdp.checkpoint.writer.complete = completed
 
 
 def _before(owner: Any, name: str, act: Callable[..., None]) -> None:
@@ -107,16 +96,13 @@ def model() -> GPT2LMHeadModel:
 def _by_trainer(training: Training, folder: str, mark: Callable[[str], None]) -> dict[str, torch.Tensor]:
     rows = torch.randint(0, 61, (SAMPLES * STEPS, LENGTH), generator=torch.Generator().manual_seed(3))
     arguments = TrainingArguments(
-        folder, per_device_train_batch_size=SAMPLES // 2, max_steps=STEPS, save_strategy="steps",
-        save_steps=SAVE_EVERY,
-        save_total_limit=2, use_cpu=True, report_to="none", disable_tqdm=True, learning_rate=1e-2, seed=1,
-        logging_strategy="no",
+        folder, per_device_train_batch_size=SAMPLES // 2, max_steps=STEPS, save_steps=SAVE_EVERY, save_total_limit=2,
+        use_cpu=True, report_to="none", disable_tqdm=True, learning_rate=1e-2, seed=1, logging_strategy="no",
         fsdp_config={"state_dict_type": "SHARDED_STATE_DICT" if training.sharded else "FULL_STATE_DICT"},
     )  # fmt: skip
     osdp = OSDPConfig(hardware=preset("cpu", devices_per_node=2), async_save=training.in_background, compare=False)
-    trainer = Trainer(
-        model=model(), args=arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows], osdp=osdp
-    )
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    trainer = Trainer(model=model(), args=arguments, train_dataset=data, osdp=osdp)
     trainer.add_callback(_MarkSteps(mark))
     trainer.train()
     return trainer.accelerator.get_state_dict(trainer.model)
@@ -132,13 +118,11 @@ class _MarkSteps(transformers.TrainerCallback):
 
 def _by_plain_loop(training: Training, folder: str, mark: Callable[[str], None]) -> dict[str, torch.Tensor]:
     hardware = preset("cpu", devices_per_node=2)
-    sharded = OptimalShardedDataParallel(
-        model(), OSDPConfig(sequence_length=LENGTH, global_batch_size=SAMPLES, hardware=hardware)
-    )
+    config = OSDPConfig(sequence_length=LENGTH, global_batch_size=SAMPLES, hardware=hardware)
+    sharded = OptimalShardedDataParallel(model(), config)
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
-    last, start = last_checkpoint(folder), 0
-    if last is not None:
-        start = sharded.load_checkpoint(last, optimizer)["step"]
+    last = last_checkpoint(folder)
+    start = 0 if last is None else sharded.load_checkpoint(last, optimizer)["step"]
     micro = sharded.plan.micro_batch_size
     for step in range(start, STEPS):
         mark("step")
@@ -150,9 +134,8 @@ def _by_plain_loop(training: Training, folder: str, mark: Callable[[str], None])
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % SAVE_EVERY == 0:
-            sharded.save_checkpoint(
-                f"{folder}/checkpoint-{step + 1}", optimizer, progress={"step": step + 1}, sharded=training.sharded
-            )
+            place, progress = f"{folder}/checkpoint-{step + 1}", {"step": step + 1}
+            sharded.save_checkpoint(place, optimizer, progress=progress, sharded=training.sharded)
     return sharded.full_state_dict()
 
 
@@ -161,9 +144,8 @@ def main(loop: str, folder: str, step: str | None = None) -> None:
     torch.set_num_threads(1)
     if step is not None and os.environ["RANK"] == "1" and not restart_count():
         steps = iter(range(1, int(step)))
-        _before(
-            torch.optim.AdamW, "step", lambda *a: None if next(steps, None) else os.kill(os.getpid(), signal.SIGKILL)
-        )
+        kill = functools.partial(os.kill, os.getpid(), signal.SIGKILL)
+        _before(torch.optim.AdamW, "step", lambda *a: None if next(steps, None) else kill())
     if loop == "plain":
         form_process_group(needed=True)
     train(Training(loop=loop, sharded=True), folder)

@@ -1,6 +1,4 @@
-"""Tiny models of many architectures, and a short training of each: by the plan that a search finds, or in one
-process.
-"""
+"""Tiny models of many architectures, and a short training of each by a plan, or in one process."""
 
 from __future__ import annotations
 
@@ -34,31 +32,21 @@ SAMPLES = 4
 STEPS = 2
 
 _TEXT = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "vocab_size": 100,
-}
+    "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100,
+}  # fmt: skip
 _BERT = {**_TEXT, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _LLAMA = {**_TEXT, "num_key_value_heads": 1, "head_dim": 16}
 _BART = {
     "encoder_layers": 2, "decoder_layers": 2, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
-    "dropout": 0.0,
     "encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 100, "pad_token_id": 1,
-    "bos_token_id": 0, "eos_token_id": 2,
+    "bos_token_id": 0, "eos_token_id": 2, "dropout": 0.0,
 }  # fmt: skip
-_VISION = {
-    **{name: value for name, value in _BERT.items() if name != "vocab_size"},
-    "image_size": 32,
-    "patch_size": 8,
-    "num_labels": 5,
-}
+_VISION = {**_BERT, "image_size": 32, "patch_size": 8, "num_labels": 5}
+del _VISION["vocab_size"]
 TINY: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": {
         "n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 100, "n_positions": 64, "bos_token_id": 0,
-        "eos_token_id": 0,
-        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        "eos_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
     },
     "BertForMaskedLM": _BERT,
     "BertForSequenceClassification": {**_BERT, "num_labels": 3},
@@ -74,16 +62,11 @@ TINY: dict[str, dict[str, Any]] = {
     "BartForConditionalGeneration": {**_BART, "decoder_start_token_id": 2},
     "OPTForCausalLM": {
         "num_hidden_layers": 2, "hidden_size": 32, "ffn_dim": 64, "num_attention_heads": 2, "vocab_size": 100,
-        "word_embed_proj_dim": 32,
-        "dropout": 0.0,
+        "word_embed_proj_dim": 32, "dropout": 0.0,
     },
-    "LlamaForCausalLM": _LLAMA,
-    "Qwen2ForCausalLM": _LLAMA,
-    "Qwen3ForCausalLM": _LLAMA,
-    "MistralForCausalLM": _LLAMA,
-    "GemmaForCausalLM": _LLAMA,
-    "Gemma2ForCausalLM": _LLAMA,
-    "Gemma3ForCausalLM": _LLAMA,
+    **{f"{family}ForCausalLM": _LLAMA for family in (
+        "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3",
+    )},
     "Phi3ForCausalLM": {**{k: v for k, v in _LLAMA.items() if k != "head_dim"}, "pad_token_id": 0, "resid_pdrop": 0.0},
     "GPTNeoXForCausalLM": _TEXT,
     "BloomForCausalLM": {"n_layer": 2, "hidden_size": 32, "n_head": 2, "vocab_size": 100},
@@ -93,8 +76,7 @@ TINY: dict[str, dict[str, Any]] = {
     "ViTForImageClassification": _VISION,
     "SwinForImageClassification": {
         "image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4,
-        "num_labels": 5,
-        "drop_path_rate": 0.0,
+        "num_labels": 5, "drop_path_rate": 0.0,
     },
     "WhisperForConditionalGeneration": {
         **_BART, "max_source_positions": 30, "max_target_positions": 40, "num_mel_bins": 8,
@@ -120,19 +102,16 @@ def tiny_config(name: str, **changes: Any) -> Any:
 def tiny_architecture(name: str, **changes: Any) -> nn.Module:
     """The same weights at each call, in float64."""
     torch.manual_seed(0)
-    model = getattr(transformers, name)._from_config(
-        tiny_config(name, **changes), experts_implementation="eager"
-    )  # others have no float64
+    config = tiny_config(name, **changes)
+    model = getattr(transformers, name)._from_config(config, experts_implementation="eager")  # others have no float64
     return model.to(torch.float64).train()
 
 
 @contextmanager
 def _no_float32() -> Iterator[None]:
     """Where Gemma's norm asks for float32, in which sums depend on their order in the 8th digit, it gets float64."""
-    stock = torch.Tensor.float
-    torch.Tensor.float = lambda tensor: (
-        tensor.double() if tensor.is_floating_point() else stock(tensor)
-    )  # positions stay as they are
+    stock = torch.Tensor.float  # positions stay as they are
+    torch.Tensor.float = lambda tensor: tensor.double() if tensor.is_floating_point() else stock(tensor)
     try:
         yield
     finally:
@@ -145,8 +124,10 @@ def batch_of(model: nn.Module, step: int, *, part: int = 0, parts: int = 1) -> d
     size = SAMPLES // parts
 
     def filled(name: str, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or name == "attention_mask":
+        if not isinstance(value, torch.Tensor):
             return value
+        if name == "attention_mask":
+            return value[:size]
         if value.is_floating_point():
             value = torch.randn(value.shape, generator=generator, dtype=torch.float64)
         else:
@@ -154,8 +135,7 @@ def batch_of(model: nn.Module, step: int, *, part: int = 0, parts: int = 1) -> d
             value = torch.randint(0, classes, value.shape, generator=generator)
         return value[part * size : (part + 1) * size]
 
-    batch = {name: filled(name, value) for name, value in training_batch(model, TOKENS)(SAMPLES).items()}
-    return {name: value[:size] if name == "attention_mask" else value for name, value in batch.items()}
+    return {name: filled(name, value) for name, value in training_batch(model, TOKENS)(SAMPLES).items()}
 
 
 def loss_of(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -165,9 +145,7 @@ def loss_of(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def units_of(model: nn.Module) -> tuple[UnitDescription, ...]:
-    """The model's units as a description has them; a trace, which takes seconds, tells only which of them run
-    several times.
-    """
+    """The model's units as described; a trace, which takes seconds, tells only which of them run several times."""
     classes = BLOCK_CLASSES.get(type(model).__name__)
     if classes is None:
         return find_units(model)
@@ -175,9 +153,7 @@ def units_of(model: nn.Module) -> tuple[UnitDescription, ...]:
 
 
 def _with_statistics_of_the_first(parts: int) -> Loss:
-    """The loss of a batch in parts, of which the first alone moves batch norm's running statistics: those of rank 0
-    are saved.
-    """
+    """The loss of a batch in parts; the first alone moves batch norm's running statistics: rank 0's are saved."""
     numbers = itertools.count()
 
     def loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -192,9 +168,7 @@ def _with_statistics_of_the_first(parts: int) -> Loss:
 
 @_no_float32()
 def train_alone(name: str, world_size: int) -> Trained:
-    """The reference: one process, the whole batch; in parts, as ranks have it, where batch norm takes its
-    statistics of each.
-    """
+    """The reference: one process, the whole batch; in the ranks' parts where batch norm has statistics of each."""
     model = tiny_architecture(name)
     parts = world_size if has_running_statistics(model) else 1
     loss = _with_statistics_of_the_first(parts)

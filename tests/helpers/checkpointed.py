@@ -36,14 +36,12 @@ SPLIT = ("lm_head", "transformer.h.0.mlp.c_fc", "transformer.h.1.attn.c_attn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leg:
-    """Steps between two interruptions."""
+    """Steps between two interruptions, by a layout of `plan_of` or in one process, and how they are saved."""
 
     steps: int
     layout: str | None
-    """Of `plan_of`; None is one process that nothing is sharded in."""
     slices: int = 1
     sharded: bool = True
-    """How its checkpoint is written."""
     in_background: bool = False
 
 
@@ -100,10 +98,9 @@ def run_leg(leg: Leg, load: str | None, save: str, seed: int) -> tuple[list[floa
 
 def trained_step(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler, step: int, plan) -> float:
     """One optimizer step; the loss is that of all samples."""
-    alone = plan is None
-    part, parts = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+    part, parts = (0, 1) if plan is None else (dist.get_rank(), dist.get_world_size())
     optimizer.zero_grad()
-    if alone:
+    if plan is None:
         loss = tiny_loss(model, tiny_batch(step))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
@@ -115,7 +112,7 @@ def trained_step(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler, 
     optimizer.step()
     scheduler.step()
     total = loss.detach().clone()
-    if not alone:
+    if plan is not None:
         dist.all_reduce(total)
     return total.item() / parts
 
@@ -142,9 +139,7 @@ def folders(parent: Path, legs: Sequence[Leg]) -> list[str | None]:
 def trained_by_plan(
     model: nn.Module, plan: Plan, make_optimizer: Callable[[], torch.optim.Optimizer], steps: range, folder: str = ""
 ) -> torch.optim.Optimizer:
-    """Apply a plan, train these steps from the checkpoint before them, and return the optimizer; with a folder,
-    save one after.
-    """
+    """Apply a plan, train these steps from the checkpoint before them; with a folder, save one. The optimizer."""
     units = find_units(model)
     apply_plan(model, plan, units, meshes=Meshes("cpu"))
     optimizer = make_optimizer()
@@ -154,13 +149,6 @@ def trained_by_plan(
         load_loop(f"{folder}/{steps.start}", model, optimizer, others={})
     trained(model, optimizer, plan, steps)
     if folder:
-        save_loop(
-            CheckpointWriter(),
-            f"{folder}/{steps.stop}",
-            model,
-            optimizer,
-            others={},
-            progress={},
-            sharded=steps.start == 0,
-        )
+        contents = {"others": {}, "progress": {}, "sharded": steps.start == 0}
+        save_loop(CheckpointWriter(), f"{folder}/{steps.stop}", model, optimizer, **contents)
     return optimizer

@@ -25,28 +25,18 @@ def linear_envelope(*, constant: float = 0.0, per_sample: float = 0.0) -> Envelo
 
 
 def transformer(
-    *,
-    layers: int = 4,
-    hidden: int = 64,
-    vocabulary: int = 512,
-    sequence_length: int = 32,
+    *, layers: int = 4, hidden: int = 64, vocabulary: int = 512, sequence_length: int = 32,
     dtype: DType = DType.FLOAT32,
-) -> ModelDescription:
+) -> ModelDescription:  # fmt: skip
     """A decoder with tied embeddings, its costs from the usual formulas."""
     token = sequence_length * hidden * dtype.itemsize
     logits = sequence_length * vocabulary * 4
     root = _unit("", GatherSpan.STEP, {"positions": (sequence_length, hidden), "norm": (hidden,)}, dtype)
     tied = _unit("embedding+head", GatherSpan.STEP, {"embedding.weight": (vocabulary, hidden)}, dtype)
-    block = {
-        "qkv": (3 * hidden, hidden),
-        "out": (hidden, hidden),
-        "up": (4 * hidden, hidden),
-        "down": (hidden, 4 * hidden),
-    }
-    blocks = [
-        _unit(f"layers.{i}", GatherSpan.USE, {f"layers.{i}.{k}": v for k, v in block.items()}, dtype)
-        for i in range(layers)
-    ]
+    rows = {"qkv": 3 * hidden, "out": hidden, "up": 4 * hidden}
+    block = {**{name: (number, hidden) for name, number in rows.items()}, "down": (hidden, 4 * hidden)}
+    shapes = [{f"layers.{i}.{name}": shape for name, shape in block.items()} for i in range(layers)]
+    blocks = [_unit(f"layers.{i}", GatherSpan.USE, of, dtype) for i, of in enumerate(shapes)]
     weights = 12 * hidden * hidden
     middle = Segment(
         unit=0,
@@ -65,20 +55,12 @@ def transformer(
     embedding = Segment(
         unit=0, saved_bytes=Affine(per_sample=token), forward=_phase(0, 2 * token), backward=_phase(0, 2 * token)
     )
+    middles = (_segment(middle, unit=2 + i) for i in range(layers))
     return ModelDescription(
-        model_name="transformer",
-        model_class="Transformer",
-        block_classes=("Block",),
-        sequence_length=sequence_length,
-        compute_dtype=dtype,
-        units=(root, tied, *blocks),
-        segments=(
-            _segment(embedding, unit=1),
-            *(_segment(middle, unit=2 + i) for i in range(layers)),
-            _segment(head, unit=1),
-        ),
-        input_bytes=Affine(per_sample=16 * sequence_length),
-    )
+        model_name="transformer", model_class="Transformer", block_classes=("Block",), compute_dtype=dtype,
+        sequence_length=sequence_length, input_bytes=Affine(per_sample=16 * sequence_length),
+        units=(root, tied, *blocks), segments=(_segment(embedding, unit=1), *middles, _segment(head, unit=1)),
+    )  # fmt: skip
 
 
 def with_frozen(unit: UnitDescription) -> UnitDescription:
@@ -87,16 +69,9 @@ def with_frozen(unit: UnitDescription) -> UnitDescription:
 
 
 def at_random(
-    seed: int,
-    *,
-    kinds: int,
-    blocks: int,
-    tied: bool = False,
-    called: bool = False,
-    recomputable: bool = False,
-    stacks: bool = False,
-    late: bool = False,
-) -> ModelDescription:
+    seed: int, *, kinds: int, blocks: int, tied: bool = False, called: bool = False, recomputable: bool = False,
+    stacks: bool = False, late: bool = False,
+) -> ModelDescription:  # fmt: skip
     """A few blocks of `kinds` kinds in runs, with arbitrary bytes and times; the root may or may not come between.
 
     `tied` adds weights that are shared by an embedding, a head, and sometimes something between; `called` the same as
@@ -108,34 +83,26 @@ def at_random(
     units = [_unit("", GatherSpan.STEP, {"root": (dice.randint(1, 40), dice.randint(1, 20))}, DType.FLOAT32)]
     segments = [_random_segment(dice, 0)] if dice.random() < 0.8 else []
     made = [
-        (
-            {f"w{j}": (dice.randint(1, 60), dice.randint(1, 40)) for j in range(dice.randint(1, 2))},
-            _random_segment(dice, 0),
-        )
+        ({f"w{j}": _random_shape(dice) for j in range(dice.randint(1, 2))}, _random_segment(dice, 0))
         for _ in range(kinds)
     ]
     again = [_random_ways(random.Random(seed + 1 + kind)) for kind in range(kinds)]
     own = [Affine(per_sample=random.Random(seed - 1 - kind).choice([500, 1000, 5000])) for kind in range(kinds)]
     for index in range(blocks):
         shapes, segment = made[index * kinds // blocks]
-        units.append(
-            _unit(f"b{index}", GatherSpan.USE, {f"b{index}.{k}": v for k, v in shapes.items()}, DType.FLOAT32)
-        )
+        shapes = {f"b{index}.{name}": shape for name, shape in shapes.items()}
+        units.append(_unit(f"b{index}", GatherSpan.USE, shapes, DType.FLOAT32))
         segments.append(_segment(segment, unit=len(units) - 1))
         if recomputable:
             kind = index * kinds // blocks
-            others = (
-                replace(_segment(way, unit=len(units) - 1), own_saved_bytes=own[kind], sent_bytes=own[kind])
-                for way in again[kind]
-            )
-            segments[-1] = replace(
-                segments[-1], own_saved_bytes=own[kind - 1], sent_bytes=own[kind - 1], recomputed=ways(*others)
-            )
+            sent, last = ({"own_saved_bytes": size, "sent_bytes": size} for size in (own[kind], own[kind - 1]))
+            others = (replace(_segment(way, unit=len(units) - 1), **sent) for way in again[kind])
+            segments[-1] = replace(segments[-1], recomputed=ways(*others), **last)
         if dice.random() < 0.1:
             segments.append(_random_segment(dice, 0))
     if tied or called:
         span = GatherSpan.CALLS if called else GatherSpan.STEP
-        shared = _unit("tied", span, {"tied.w": (dice.randint(1, 60), dice.randint(1, 40))}, DType.FLOAT32)
+        shared = _unit("tied", span, {"tied.w": _random_shape(dice)}, DType.FLOAT32)
         units.append(shared if called else replace(shared, shared=(("tied.w", "head.w"),)))
         between = [dice.randint(1, len(segments) - 1)] if dice.random() < 0.3 and len(segments) > 1 else []
         for place in (len(segments), *between, dice.choice([0, 1])):
@@ -150,27 +117,18 @@ def at_random(
     for index, unit in enumerate(units) if stacks else ():
         two = tuple(replace(p, shape=(2, 12, -(-p.numel // 24))) for p in unit.parameters)
         units[index] = replace(unit, parameters=two)
-    if (
-        recomputable and segments[-1].unit == 0 and dice.random() < 0.5
-    ):  # blocks that are recomputed hold something that the model lets go of in the end
-        segments[-1] = replace(
-            segments[-1], held_bytes=Affine(constant=dice.randint(0, 5000), per_sample=dice.randint(0, 2000))
-        )
+    if recomputable and segments[-1].unit == 0 and dice.random() < 0.5:
+        # blocks that are recomputed hold something that the model lets go of in the end
+        held = Affine(constant=dice.randint(0, 5000), per_sample=dice.randint(0, 2000))
+        segments[-1] = replace(segments[-1], held_bytes=held)
     return ModelDescription(
-        model_name=f"random {seed}",
-        model_class="Random",
-        block_classes=("Block",),
-        sequence_length=1,
-        compute_dtype=DType.FLOAT32,
-        units=tuple(units),
-        segments=tuple(segments),
-    )
+        model_name=f"random {seed}", model_class="Random", block_classes=("Block",), sequence_length=1,
+        compute_dtype=DType.FLOAT32, units=tuple(units), segments=tuple(segments),
+    )  # fmt: skip
 
 
 def ways(*costs: Segment) -> tuple[RecomputedSegment, ...]:
-    """Return policies to recompute a block that cost this much: the first saves its input alone, each other one
-    operator.
-    """
+    """Return policies to recompute a block that cost this much: the first saves its input, each other one operator."""
     ways = (Recomputation(saved_calls=(f"op#{number}",) if number else ()) for number in range(len(costs)))
     return tuple(RecomputedSegment(recomputation=way, costs=one) for way, one in zip(ways, costs, strict=True))
 
@@ -180,15 +138,17 @@ def _random_ways(dice: random.Random) -> list[Segment]:
 
 
 def _with_gradients(dice: random.Random, units: list[UnitDescription], segments: list[Segment]) -> list[Segment]:
-    """Segments that say of some parameters gathered for the whole step where their gradients come: mostly in
-    stretches of these units.
-    """
+    """Segments that say of some parameters gathered for the whole step where their gradients come."""
     names = [p.name for unit in units if unit.span is GatherSpan.STEP for p in unit.parameters if dice.random() < 0.5]
     stretches = [i for i, segment in enumerate(segments) if units[segment.unit].span is GatherSpan.STEP]
     for name in names if stretches else ():
         index = dice.choice(stretches if dice.random() < 0.8 else range(len(segments)))
         segments[index] = replace(segments[index], gradients=(*segments[index].gradients, name))
     return segments
+
+
+def _random_shape(dice: random.Random) -> tuple[int, int]:
+    return dice.randint(1, 60), dice.randint(1, 40)
 
 
 def _random_segment(dice: random.Random, unit: int) -> Segment:
@@ -204,13 +164,9 @@ def _random_segment(dice: random.Random, unit: int) -> Segment:
 
 def _unit(fqn: str, span: GatherSpan, shapes: dict[str, tuple[int, ...]], dtype: DType) -> UnitDescription:
     parameters = tuple(ParameterSpec(name=name, shape=shape, dtype=dtype) for name, shape in shapes.items())
-    return UnitDescription(
-        fqn=fqn,
-        module_names=tuple(fqn.split("+")),
-        class_name="Block" if span is GatherSpan.USE else "Root",
-        span=span,
-        parameters=parameters,
-    )
+    kind = "Block" if span is GatherSpan.USE else "Root"
+    names = tuple(fqn.split("+"))
+    return UnitDescription(fqn=fqn, module_names=names, class_name=kind, span=span, parameters=parameters)
 
 
 def _phase(constant: int, per_sample: int, flops: int = 0, traffic: int = 0) -> PhaseCost:
@@ -222,10 +178,4 @@ def _phase(constant: int, per_sample: int, flops: int = 0, traffic: int = 0) -> 
 
 
 def _segment(segment: Segment, *, unit: int) -> Segment:
-    return Segment(
-        unit=unit,
-        saved_bytes=segment.saved_bytes,
-        gradient_bytes=segment.gradient_bytes,
-        forward=segment.forward,
-        backward=segment.backward,
-    )
+    return replace(segment, unit=unit)

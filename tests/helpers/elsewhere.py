@@ -1,6 +1,4 @@
-"""Tensors that say they are on another device than the CPU, for code that tells devices apart where there is one
-only.
-"""
+"""Tensors that say they are on another device than the CPU, for code that tells devices apart."""
 
 from __future__ import annotations
 

@@ -12,29 +12,19 @@ from hf_osdp.planner.presets import preset
 
 
 def toy_hardware(
-    nodes: int = 1,
-    devices_per_node: int = 1,
-    *,
-    flops_per_s: float = 1e9,
-    memory_bytes_per_s: float = 1e9,
-    memory_bytes: int = 10**9,
-    intra: tuple[float, float] = (1e-6, 1e8),
-    inter: tuple[float, float] = (1e-5, 1e6),
+    nodes: int = 1, devices_per_node: int = 1, *, flops_per_s: float = 1e9, memory_bytes_per_s: float = 1e9,
+    memory_bytes: int = 10**9, intra: tuple[float, float] = (1e-6, 1e8), inter: tuple[float, float] = (1e-5, 1e6),
     **more: Any,
-) -> Hardware:
+) -> Hardware:  # fmt: skip
     """Devices of round figures; links are latency in seconds and bytes a second."""
     inside, outside = (
         Link(latency_s=latency_s, bytes_per_s=bytes_per_s, source="made up")
         for latency_s, bytes_per_s in (intra, inter)
     )
-    rates = {DType.FLOAT32: flops_per_s}
     device = DeviceSpec(
-        name="toy",
-        memory_bytes=memory_bytes,
-        flops_per_s=rates,
-        memory_bytes_per_s=memory_bytes_per_s,
-        source="made up",
-    )
+        name="toy", memory_bytes=memory_bytes, flops_per_s={DType.FLOAT32: flops_per_s},
+        memory_bytes_per_s=memory_bytes_per_s, source="made up",
+    )  # fmt: skip
     return Hardware(
         nodes=nodes, devices_per_node=devices_per_node, device=device, intra_node=inside, inter_node=outside,
         **{"backend": Backend.NCCL, **more},
@@ -50,9 +40,7 @@ def bare_preset(name: str, *, nodes: int = 1, devices_per_node: int = 1) -> Hard
 
 
 def take_preset() -> None:
-    """Have this process plan for the preset `cpu` in place of measuring, which takes seconds and is tested
-    elsewhere.
-    """
+    """Have this process plan for the preset `cpu` in place of measuring, which takes seconds."""
     from hf_osdp.preparation import cache
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,6 +1,4 @@
-"""Models trained by optimizers that quantize their states in blocks, whole and under plans; `make` makes such an
-optimizer.
-"""
+"""Models trained by optimizers that quantize their states in blocks, which `make` makes, whole and under plans."""
 
 from __future__ import annotations
 
@@ -30,15 +28,11 @@ from .training import trained
 Run = TypeVar("Run", bound=Callable)
 Make = Callable[[str, nn.Module, float], torch.optim.Optimizer]
 WIDTH, ODD_WIDTH = 128, 72
-"""With the first, blocks of 256 lie inside shards of whole rows; with the second, shards of some matrices have no
-whole blocks.
-"""
+"""With the first, blocks of 256 lie inside shards of whole rows; with the second, some shards have no whole blocks."""
 
 
 def eagerly(function: Run) -> Run:
-    """Decorate what need not be compiled: torchao compiles its steps once for each shape, which takes longer than
-    all else.
-    """
+    """Decorate what need not be compiled: torchao compiles its steps for each shape, which takes longest."""
     return torch.compiler.set_stance("force_eager")(function)
 
 
@@ -72,14 +66,12 @@ def held(make: Make, kind: str, width: int, layout: str) -> tuple[dict[str, int]
     spec = spec_of_optimizer(optimizer, device_type="cpu")
     trained(model, optimizer, plan, range(1))
     sizes = {unit.module_names[0]: unit.shard_size for unit in plan.units}
-    found, planned = {}, {}
-    for unit in find_units(gpt2(width)):
-        size = sizes[unit.module_names[0]]
-        planned |= {p.name: spec.state_bytes(p, size) for p in unit.trainable}
-    for name, parameter in model.named_parameters():
-        states = optimizer.state[parameter]
-        found[name] = sum(state_bytes(value) for key, value in states.items() if key != "step")
-    return found, planned
+    units = [(unit, sizes[unit.module_names[0]]) for unit in find_units(gpt2(width))]
+    states = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
+    return (
+        {name: sum(state_bytes(value) for key, value in of.items() if key != "step") for name, of in states.items()},
+        {p.name: spec.state_bytes(p, size) for unit, size in units for p in unit.trainable},
+    )
 
 
 @eagerly
@@ -92,9 +84,8 @@ def chain(
     if start:
         load_loop(f"{folder}/{start}", model, optimizer, others={})
     trained(model, optimizer, plan, range(start, start + 2))
-    save_loop(
-        CheckpointWriter(), f"{folder}/{start + 2}", model, optimizer, others={}, progress={}, sharded=is_sharded
-    )
+    contents = {"others": {}, "progress": {}, "sharded": is_sharded}
+    save_loop(CheckpointWriter(), f"{folder}/{start + 2}", model, optimizer, **contents)
     return full_state_dict(model), full_optimizer_state_dict(model, optimizer).get("state", {})
 
 

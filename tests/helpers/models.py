@@ -16,14 +16,9 @@ MODELS = ("gpt2", "bert", "llama")
 
 
 def tiny_model(
-    name: str,
-    *,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float64,
-    layers: int = 4,
-    width: int = 20,
+    name: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, layers: int = 4, width: int = 20,
     scale: float = 1.0,
-) -> nn.Module:
+) -> nn.Module:  # fmt: skip
     """`gpt2`: embedding tied to the head; `bert`: a bias shared as well; `llama`: nothing tied.
 
     By a `scale` of 10 the loss falls soon.
@@ -35,22 +30,20 @@ def tiny_model(
         case "gpt2":
             config = GPT2Config(
                 n_layer=layers, n_embd=width, n_head=4, vocab_size=VOCABULARY, n_positions=16, resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+                embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
             )  # fmt: skip
             model = GPT2LMHeadModel(config)
         case "bert":
             config = BertConfig(
                 num_hidden_layers=layers, hidden_size=width, num_attention_heads=4, intermediate_size=36,
-                vocab_size=VOCABULARY,
-                max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+                vocab_size=VOCABULARY, max_position_embeddings=16, hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
             )  # fmt: skip
             model = BertForMaskedLM(config)
         case "llama":
             config = LlamaConfig(
                 num_hidden_layers=layers, hidden_size=width, num_attention_heads=2, num_key_value_heads=1,
-                intermediate_size=36,
-                vocab_size=VOCABULARY, max_position_embeddings=16, tie_word_embeddings=False,
+                intermediate_size=36, vocab_size=VOCABULARY, max_position_embeddings=16, tie_word_embeddings=False,
             )  # fmt: skip
             model = with_own_norms(LlamaForCausalLM(config))
         case _:
@@ -68,16 +61,12 @@ def with_own_norms(model: nn.Module) -> nn.Module:
 
 
 def _norm(norm: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """Llama's norm in the dtype of its input: transformers' computes in float32, which compiled code rounds another
-    way.
-    """
+    """Llama's norm in its input's dtype: transformers' computes in float32, which compiled code rounds another way."""
     return norm.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon)
 
 
 def tiny_batch(step: int, *, part: int = 0, parts: int = 1) -> dict[str, torch.Tensor]:
-    """Part `part` of `parts` of the step's samples; every position counts in the loss, so that means of parts can
-    be averaged.
-    """
+    """A part of the step's samples; every position counts in the loss, so that means of parts can be averaged."""
     generator = torch.Generator().manual_seed(1000 + step)
     ids = torch.randint(0, VOCABULARY, (SAMPLES, SEQUENCE_LENGTH), generator=generator)
     labels = torch.randint(0, VOCABULARY, (SAMPLES, SEQUENCE_LENGTH), generator=generator)

@@ -34,12 +34,8 @@ def extension() -> str:
 
 
 def form(path: str, *, timeout_s: float = 120.0, **where: object) -> None:
-    """Form the process group with this backend alone, as Accelerate does with NCCL.
-
-    Args:
-        path: of the compiled backend.
-        timeout_s: of its collectives.
-        **where: store, rank and world size, where the launcher's variables do not say.
+    """Form the process group with the backend compiled at `path` alone, as Accelerate does with NCCL; `where` is
+    store, rank and world size, where the launcher's variables do not say.
     """
     spec = importlib.util.spec_from_file_location("null_works", path)
     extension = importlib.util.module_from_spec(spec)

@@ -11,13 +11,9 @@ from hf_osdp.preparation.job import Job
 
 
 def problem(
-    description: ModelDescription,
-    hardware: Hardware,
-    job: TrainingJob,
-    limit: int = 2**40,
-    *,
+    description: ModelDescription, hardware: Hardware, job: TrainingJob, limit: int = 2**40, *,
     strategy: str | Strategy = Strategy.OSDP,
-) -> PlanningProblem:
+) -> PlanningProblem:  # fmt: skip
     """Return the problem; the default limit is more than any device has."""
     return PlanningProblem(
         description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=strategy

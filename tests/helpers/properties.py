@@ -1,6 +1,4 @@
-"""Properties that run in two sizes: a few examples every day, the same ones each time, and many others where it is
-slow.
-"""
+"""Properties that run in two sizes: a few examples every day, the same ones each time, and many others, slow."""
 
 from __future__ import annotations
 

@@ -25,19 +25,14 @@ from hf_osdp.sharding.host import place_of
 def verify_applied(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> None:
     """Raise PlanMismatchError, which names the first unit that differs, if the model's layout is not the plan's."""
     modules = modules_by_name(model)
-    different = [
-        (unit, planned, found)
-        for unit, found in zip(units, read_back(model, units), strict=True)
-        if _managed_names(unit)
-        and found != (planned := _visible(effective(plan.decision(unit.fqn), unit), modules[unit.module_names[0]]))
-    ]
-    if different:
-        unit, planned, found = different[0]
-        raise PlanMismatchError(
-            f"Unit {unit.label!r} runs as {found.describe(plan.world_size)!r}, but the plan says"
-            f" {planned.describe(plan.world_size)!r} ({len(different)} of {len(units)} units differ);"
-            " apply the plan to a fresh model and do not change its layout afterwards."
-        )
+    different = []
+    for unit, found in zip(units, read_back(model, units), strict=True):
+        planned = _visible(effective(plan.decision(unit.fqn), unit), modules[unit.module_names[0]])
+        if _managed_names(unit) and found != planned:
+            different.append((unit, *(decision.describe(plan.world_size) for decision in (found, planned))))
+    for unit, runs, planned in different[:1]:
+        share = f"{len(different)} of {len(units)} units differ"
+        raise PlanMismatchError(f"Unit {unit.label!r} runs as {runs!r}, but the plan says {planned!r} ({share}).")
 
 
 def read_back(model: nn.Module, units: tuple[UnitDescription, ...]) -> tuple[UnitDecision, ...]:
@@ -65,42 +60,32 @@ def _read_unit(unit: UnitDescription, module: nn.Module, named: dict[tuple[int, 
     activations = activations_of(module)
     if world == 1 and not groups:  # plain parameters, see `apply_plan`
         return UnitDecision(fqn=unit.fqn, shard_size=1, reshard_after_forward=False, activations=activations)
-    if len(groups) != 1:
-        raise PlanMismatchError(
-            f"Unit {unit.label!r} has {len(groups)} FSDP2 parameter groups instead of one; apply the plan to it."
-        )
+    _require(len(groups) == 1, f"Unit {unit.label!r} has {len(groups)} FSDP2 parameter groups instead of one")
     group, mesh = groups[0], groups[0].mesh_info.mesh
     held = {named.get((id(module), leaf), "") for module, leaf in (owners(p)[0] for p in group.fsdp_params)}
-    if odd := sorted(held ^ expected):
-        raise PlanMismatchError(
-            f"Unit {unit.label!r} should hold {len(expected)} parameters but holds {len(held)}; the first difference"
-            f" is {odd[0]!r}."
-        )
-    if mesh.size() != world:
-        raise PlanMismatchError(f"Unit {unit.label!r} uses a mesh of {mesh.size()} ranks, but {world} are running.")
+    odd = sorted(held ^ expected)
+    _require(not odd, f"Unit {unit.label!r} holds other parameters; the first difference is {odd[:1]}")
+    _require(mesh.size() == world, f"Unit {unit.label!r} uses a mesh of {mesh.size()} ranks of {world}")
     return UnitDecision(
-        fqn=unit.fqn,
-        shard_size=group.ranks,
-        reshard_after_forward=group.post_forward_mesh_info is not None,
-        **_read_collectives(group),
-        activations=activations,
-        **place_of(group)._asdict(),
-    )
+        fqn=unit.fqn, shard_size=group.ranks, reshard_after_forward=group.post_forward_mesh_info is not None,
+        **_read_collectives(group), activations=activations, **place_of(group)._asdict(),
+    )  # fmt: skip
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise PlanMismatchError(otherwise)
 
 
 def _visible(planned: UnitDecision, module: nn.Module) -> UnitDecision:
-    """Return the part of a decision that `read_back` can see: nothing about micro-steps, the optimizer, or freeing
-    a plain unit.
-    """
+    """Return what `read_back` can see of a decision: not micro-steps, the optimizer, or freeing a plain unit."""
     shown = replace(planned, reduce_every_micro_step=True, states_on_host=False)
     plain = world_size() == 1 and not planned.away and not parameter_groups(module)
     return replace(shown, reshard_after_forward=False) if plain else shown
 
 
 def _managed_names(unit: UnitDescription) -> set[str]:
-    """Return the names of the parameters that FSDP2 manages; it ignores those without dimensions or elements, which
-    are replicated.
-    """
+    """Return the names of the parameters that FSDP2 manages: those without dimensions or elements are replicated."""
     return {parameter.name for parameter in unit.parameters if parameter.shape and parameter.numel}
 
 
@@ -112,14 +97,9 @@ def _read_collectives(group: UnitGroup) -> dict[str, Any]:
     plain = plain_transport(shards, mesh.device_type)
     planned = unit_collectives(shards, mesh.device_type, stages, *transports(sent, plain))
     reaches_all = stages is None or shards.size() == stages.between.size() * stages.within.size()
-    if shards.size() > 1 and not (
-        reaches_all and (_kind(gather), _kind(scatter)) == (_kind(planned[0]), _kind(planned[1]))
-    ):
-        raise PlanMismatchError(
-            f"A unit gathers with {type(gather).__name__} and reduces with {type(scatter).__name__}, which no plan"
-            " uses;"
-            " apply the plan to a fresh model and do not change its collectives afterwards."
-        )
+    as_planned = (_kind(gather), _kind(scatter)) == (_kind(planned[0]), _kind(planned[1]))
+    used = f"gathers with {type(gather).__name__} and reduces with {type(scatter).__name__}"
+    _require(shards.size() == 1 or (reaches_all and as_planned), f"A unit {used}, as in no plan")
     return {"stage_size": 1 if stages is None else stages.within.size(), **asdict(sent)}
 
 

@@ -15,9 +15,8 @@ def slow_but(cases: Iterable[Any], daily: Container[Any]) -> list[Any]:
         cases: values, or tuples of them where a test has several arguments.
         daily: those that run every day.
     """
-    return [
-        case
-        if case in daily
-        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
-        for case in cases
-    ]
+
+    def slow(case: Any) -> Any:
+        return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+
+    return [case if case in daily else slow(case) for case in cases]

@@ -6,16 +6,8 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
+import transformers
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    BertConfig,
-    GPT2Config,
-    LlamaConfig,
-    T5Config,
-)
 
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.cost.memory import MemoryEstimate, estimate_memory
@@ -30,7 +22,6 @@ from hf_osdp.preparation.simulate import Simulation, simulate
 from hf_osdp.tracing.describe import describe
 
 LAYOUTS = ("ddp", "zero2", "zero3", "two_stage", "hsdp", "mixed")
-_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def choices_of_layout(layout: str, description: ModelDescription, world: int) -> list[UnitLayout]:
@@ -39,60 +30,52 @@ def choices_of_layout(layout: str, description: ModelDescription, world: int) ->
     Two stages take the world as pairs of ranks.
     """
     half = max(1, world // 2)
-    mixed = [(1, False, 1), (world, False, 1), (half, True, 1), (2, False, 1), (world, True, 1), (half, False, 2)]
+    turns = {
+        "ddp": [(1, False, 1)], "zero2": [(world, True, 1)], "zero3": [(world, False, 1)],
+        "two_stage": [(world, False, 2)], "hsdp": [(half, False, 1)],
+        "mixed": [
+            (1, False, 1), (world, False, 1), (half, True, 1), (2, False, 1), (world, True, 1), (half, False, 2),
+        ],
+    }[layout]  # fmt: skip
     choices = []
     for index, unit in enumerate(description.units):
-        shard_size, keep, stage_size = {
-            "ddp": (1, False, 1), "zero2": (world, True, 1), "zero3": (world, False, 1),
-            "two_stage": (world, False, 2),
-            "hsdp": (half, False, 1), "mixed": mixed[index % 6],
-        }[layout]  # fmt: skip
+        shard_size, keep, stage_size = turns[index % len(turns)]
         kept = unit.span is GatherSpan.STEP or (unit.span is GatherSpan.USE and (keep or world == 1))
         choices.append(UnitLayout(shard_size=shard_size, reshard_after_forward=not kept, stage_size=stage_size))
     return choices
 
 
-def _llama(
-    layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocabulary: int, positions: int
-) -> LlamaConfig:
-    return LlamaConfig(
-        num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, vocab_size=vocabulary, max_position_embeddings=positions,
-        tie_word_embeddings=False,
+def _llama(layers: int, hidden: int, intermediate: int, kv_heads: int, vocabulary: int) -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(
+        num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=4,
+        num_key_value_heads=kv_heads, vocab_size=vocabulary, max_position_embeddings=256, tie_word_embeddings=False,
     )  # fmt: skip
 
 
-def _bert(layers: int) -> BertConfig:
-    return BertConfig(
-        num_hidden_layers=layers, hidden_size=256, intermediate_size=1024, num_attention_heads=4,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+def _gpt2(layers: int, **more: Any) -> transformers.GPT2Config:
+    sizes = {"n_layer": layers, "n_embd": 256, "n_head": 4, "n_positions": 256}
+    return transformers.GPT2Config(**{**sizes, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **more})
 
 
-_T5 = T5Config(d_model=256, d_kv=64, d_ff=512, num_layers=2, num_decoder_layers=2, num_heads=4, vocab_size=2000)
+_BERT = transformers.BertConfig(
+    num_hidden_layers=4, hidden_size=256, intermediate_size=1024, num_attention_heads=4, hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+)  # fmt: skip
+_T5 = transformers.T5Config(d_model=256, d_kv=64, d_ff=512, num_layers=2, num_decoder_layers=2, num_heads=4)
+_T5.vocab_size = 2000
 _MODELS = {
-    "gpt2": (GPT2Config(n_layer=4, n_embd=256, n_head=4, n_positions=256, **_NO_DROPOUT), AutoModelForCausalLM),
-    "bert": (_bert(4), AutoModelForMaskedLM),
-    "llama": (_llama(4, 256, 688, 4, 2, 8000, 256), AutoModelForCausalLM),
-    "t5": (_T5, AutoModelForSeq2SeqLM),
-    "dropout": (GPT2Config(n_layer=3, n_embd=256, n_head=4, n_positions=256), AutoModelForCausalLM),
-    "small gpt2": (
-        GPT2Config(n_layer=2, n_embd=256, n_head=4, n_positions=128, vocab_size=2000, **_NO_DROPOUT),
-        AutoModelForCausalLM,
-    ),
-    "small llama": (_llama(2, 256, 688, 4, 2, 4000, 128), AutoModelForCausalLM),
-    "frozen": (_llama(3, 512, 2048, 4, 4, 500, 64), AutoModelForCausalLM),
-    "deep gpt2": (GPT2Config(n_layer=6, n_embd=256, n_head=4, n_positions=256), AutoModelForCausalLM),
-    "deep bert": (_bert(6), AutoModelForMaskedLM),
-    "deep llama": (_llama(8, 512, 1376, 8, 2, 16000, 256), AutoModelForCausalLM),
-}
+    "gpt2": _gpt2(4), "bert": _BERT, "llama": _llama(4, 256, 688, 2, 8000), "t5": _T5,
+    "dropout": _gpt2(3, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1),
+    "small gpt2": _gpt2(2, n_positions=128, vocab_size=2000), "small llama": _llama(2, 256, 688, 2, 4000),
+    "frozen": _llama(3, 512, 2048, 4, 500),
+}  # fmt: skip
+_AUTO = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
 
 
 @lru_cache
 def built(name: str) -> nn.Module:
     """Return a model on the meta device; of `frozen`, norms and embedding alone are trained."""
-    config, auto = _MODELS[name]
-    model = build_on_meta(config, auto_class=auto)
+    model = build_on_meta(_MODELS[name], auto_class=_AUTO.get(name, transformers.AutoModelForCausalLM))
     if name == "frozen":
         for parameter_name, parameter in model.named_parameters():
             parameter.requires_grad_("norm" in parameter_name or "embed" in parameter_name)
@@ -126,27 +109,20 @@ class Trial:
     hold: tuple[bool, ...] = (False,)
     states_on_host: tuple[bool, ...] = (False,)
     wires: tuple[dict[str, WireFormat], ...] = ({},)
-    """What units send in fewer bits, as fields of `UnitLayout`; units that are replicated to all send to replicas
-    alone.
-    """
+    """What units send in fewer bits, as fields of `UnitLayout`; replicated units send to replicas alone."""
 
     def __str__(self) -> str:
         """Only what differs from the defaults, for the names of tests."""
-        values = (
-            (field.name, getattr(self, field.name))
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
-        )
-        return ", ".join(
-            f"{name} {value.describe() if isinstance(value, ModelSplit) else value}" for name, value in values
-        )
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown = {name: value.describe() if isinstance(value, ModelSplit) else value for name, value in values.items()}
+        return ", ".join(f"{f.name} {shown[f.name]}" for f in fields(self) if values[f.name] != f.default)
 
     @property
     def description(self) -> ModelDescription:
         return _described(
             self.model, sequence_length=self.length, compute_dtype=Precision.named(self.precision).compute,
-            device_type=self.device_type,
-            split=self.split, activation_checkpointing=self.checkpointing, partial_recomputation=False,
+            device_type=self.device_type, split=self.split, activation_checkpointing=self.checkpointing,
+            partial_recomputation=False,
             recomputation=any(activations is not Activations.SAVE for activations in self.activations),
         )  # fmt: skip
 
@@ -166,20 +142,20 @@ class Trial:
         description = self.description
         found = choices_of_layout(self.layout, description, self.world)
         for index, unit in enumerate(description.units):
-            holds = self.hold[index % len(self.hold)] and unit.span is not GatherSpan.CALLS
-            away = self.on_host[index % len(self.on_host)]
-            found[index] = replace(found[index], reduce_every_micro_step=not holds, on_host=away)
-            if self.states_on_host[index % len(self.states_on_host)] and unit.trainable_numel and not away:
-                found[index] = replace(found[index], states_on_host=True)
-            sends_to = {"replica_wire": self.world // found[index].shard_size}
-            wires = self.wires[index % len(self.wires)].items()
-            sent = {name: wire for name, wire in wires if sends_to.get(name, found[index].shard_size) > 1}
-            found[index] = replace(found[index], **sent)
+            hold, away, states, wires = (
+                each[index % len(each)] for each in (self.hold, self.on_host, self.states_on_host, self.wires)
+            )
+            shards = found[index].shard_size
+            sends_to = {"gather_wire": shards, "reduce_wire": shards, "replica_wire": self.world // shards}
+            found[index] = replace(
+                found[index], reduce_every_micro_step=not hold or unit.span is GatherSpan.CALLS, on_host=away,
+                states_on_host=bool(states and unit.trainable_numel and not away),
+                **{name: wire for name, wire in wires.items() if sends_to[name] > 1},
+            )  # fmt: skip
         for turn, index in enumerate(sorted(description.recomputable)):
             found[index] = replace(found[index], activations=self.activations[turn % len(self.activations)])
-        assert {layout.activations for layout in found} >= set(self.activations) - {Activations.SAVE}, (
-            "the case is what it is called"
-        )
+        missing = set(self.activations) - {layout.activations for layout in found} - {Activations.SAVE}
+        assert not missing, "the case is not what it is called"
         return found
 
     def run(self) -> tuple[MemoryEstimate, Simulation]:
@@ -190,9 +166,7 @@ class Trial:
         )  # fmt: skip
 
     def check(self, *, under: float, over: float) -> tuple[MemoryEstimate, Simulation]:
-        """Run, and hold (estimate - simulated) / simulated between these bounds; falling short is what runs out of
-        memory.
-        """
+        """Run, and hold (estimate - simulated) / simulated between these bounds; falling short runs out of memory."""
         estimate, simulated = self.run()
         error = estimate.peak_bytes / simulated.peak_bytes - 1
         assert -under <= error <= over, f"{error:+.2%}"
@@ -200,15 +174,9 @@ class Trial:
 
 
 def estimate_and_simulation(
-    model: Any,
-    description: ModelDescription,
-    layouts: list[UnitLayout],
-    *,
-    job: TrainingJob,
-    batch: Batch,
-    world: int,
-    **options: Any,
-) -> tuple[MemoryEstimate, Simulation]:
+    model: Any, description: ModelDescription, layouts: list[UnitLayout], *, job: TrainingJob, batch: Batch,
+    world: int, **options: Any,
+) -> tuple[MemoryEstimate, Simulation]:  # fmt: skip
     """Return the estimate of a plan, and its step on fake tensors; `options` are those of `simulate`."""
     plan = Plan.of(description, layouts, batch, world_size=world)
     simulated = simulate(model, plan, description=description, job=job, **options)

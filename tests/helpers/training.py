@@ -41,14 +41,11 @@ class Trained:
     def worst_error(self, other: Trained) -> dict[str, float]:
         """Largest absolute differences."""
         assert self.parameters.keys() == other.parameters.keys()
+        pairs = [(mine, other.parameters[name]) for name, mine in self.parameters.items() if mine.numel()]
         return {
             "loss": _greatest(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True)),
             "norm": _greatest(abs(a - b) for a, b in zip(self.norms, other.norms, strict=True)),
-            "parameter": _greatest(
-                (self.parameters[name] - other.parameters[name]).abs().max().item()
-                for name in self.parameters
-                if self.parameters[name].numel()
-            ),
+            "parameter": _greatest((a - b).abs().max().item() for a, b in pairs),
         }
 
 
@@ -60,9 +57,7 @@ def assert_trained_alike(found: Trained, reference: Callable[[], Trained], toler
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan | None, steps: range) -> None:
-    """Take steps of a model to which a plan was applied, this rank with its part of each batch; all of it without
-    one.
-    """
+    """Take steps of a model by its plan, this rank with its part of each batch; without a plan, with all of it."""
     rank, parts = (dist.get_rank(), dist.get_world_size()) if plan is not None else (0, 1)
     for step in steps:
         with micro_step(model, is_last=True, plan=plan):
@@ -73,12 +68,9 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan | Non
 
 def _on_device_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Units on the host are gathered where the loss's labels belong, too."""
-    device = torch.device("cuda", torch.cuda.current_device()) if _is_on_cuda(model) else torch.device("cpu")
+    on_cuda = any(tensor.is_cuda for tensor in (*model.parameters(), *model.buffers()))
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-
-
-def _is_on_cuda(model: nn.Module) -> bool:
-    return any(tensor.is_cuda for tensor in (*model.parameters(), *model.buffers()))
 
 
 def _greatest(values: Iterable[float]) -> float:
@@ -93,8 +85,7 @@ def train_alone(model_name: str, *, accumulation_steps: int = 1, device: str = "
 
 def train_whole(
     model: nn.Module, *, accumulation_steps: int = 1, loss_of: Loss = tiny_loss, batch_of: Batches = tiny_batch,
-    steps: int = STEPS,
-    lr: float = 1e-3,
+    steps: int = STEPS, lr: float = 1e-3,
 ) -> Trained:  # fmt: skip
     """The same for a model as it is."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
@@ -103,44 +94,28 @@ def train_whole(
         optimizer.zero_grad()
         total = 0.0
         for part in range(accumulation_steps):
-            loss = (
-                loss_of(model, _on_device_of(model, batch_of(step, part=part, parts=accumulation_steps)))
-                / accumulation_steps
-            )
+            batch = _on_device_of(model, batch_of(step, part=part, parts=accumulation_steps))
+            loss = loss_of(model, batch) / accumulation_steps
             loss.backward()
             total += loss.item()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
         losses.append(total)
-    return Trained(
-        losses=tuple(losses),
-        norms=tuple(norms),
-        parameters={k: v.clone().cpu() for k, v in model.state_dict().items()},
-    )
+    parameters = {name: value.clone().cpu() for name, value in model.state_dict().items()}
+    return Trained(losses=tuple(losses), norms=tuple(norms), parameters=parameters)
 
 
 def train_by_layout(
-    model_name: str,
-    layout: str,
-    meshes: Meshes,
-    *,
-    accumulation_steps: int = 1,
-    reduce_every_micro_step: bool | None = True,
-    checkpointing: bool = False,
-    async_gathers: bool = False,
-) -> Trained:
+    model_name: str, layout: str, meshes: Meshes, *, accumulation_steps: int = 1,
+    reduce_every_micro_step: bool | None = True, checkpointing: bool = False, async_gathers: bool = False,
+) -> Trained:  # fmt: skip
     """The same training on all ranks of the process group."""
     model = tiny_model(model_name)
     if checkpointing:
         wrap_blocks(model)
     units = find_units(model)
-    plan = plan_of(
-        units,
-        meshes.world_size,
-        layout,
-        accumulation_steps=accumulation_steps,
-        reduce_every_micro_step=reduce_every_micro_step,
-    )
+    steps = {"accumulation_steps": accumulation_steps, "reduce_every_micro_step": reduce_every_micro_step}
+    plan = plan_of(units, meshes.world_size, layout, **steps)
     apply_plan(model, plan, units, meshes=meshes)
     verify_applied(model, plan, units)
     move_to_device(model, collective_device())
@@ -151,8 +126,7 @@ def train_by_layout(
 
 def train_sharded(
     model: nn.Module, plan: Plan, *, loss_of: Loss = tiny_loss, batch_of: Batches = tiny_batch,
-    steps: int | range = STEPS,
-    optimizer: torch.optim.Optimizer | None = None,
+    steps: int | range = STEPS, optimizer: torch.optim.Optimizer | None = None,
 ) -> Trained:  # fmt: skip
     """Run the reference's steps, or some of them, on a model that is sharded already."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -163,9 +137,8 @@ def train_sharded(
         total = torch.zeros((), dtype=torch.float64, device=collective_device())
         for part in range(k):
             with micro_step(model, is_last=part == k - 1, plan=plan):
-                loss = (
-                    loss_of(model, _on_device_of(model, batch_of(step, part=part * world + rank, parts=world * k))) / k
-                )
+                batch = _on_device_of(model, batch_of(step, part=part * world + rank, parts=world * k))
+                loss = loss_of(model, batch) / k
                 loss.backward()
             total += loss.detach()
         norms.append(clip_grad_norm_(model.parameters(), MAX_NORM).item())
@@ -177,12 +150,7 @@ def train_sharded(
 
 def wrap_blocks(model: nn.Module) -> None:
     """Activation checkpointing around every block, as Accelerate does it."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-        apply_activation_checkpointing,
-        checkpoint_wrapper,
-    )
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapper
 
     blocks = {"GPT2Block", "BertLayer", "LlamaDecoderLayer"}
-    apply_activation_checkpointing(
-        model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda module: type(module).__name__ in blocks
-    )
+    wrapper.apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ in blocks)

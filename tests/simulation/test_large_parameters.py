@@ -1,23 +1,19 @@
-"""Fewer experts than ranks, and large parameters in the root: what FSDP2 allocates for them is in the estimate."""
+"""Few experts, large parameters of the root, states that modules keep: what they take is in the estimate."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    CLIPConfig,
-    CLIPModel,
-    MixtralConfig,
-    T5Config,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, CLIPConfig, CLIPModel, MixtralConfig, T5Config
 
+from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.decision import Batch
 from hf_osdp.planner.description import GatherSpan, ModelDescription
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.training_job import Precision, TrainingJob
 from hf_osdp.tracing.describe import describe
 from tests.helpers.sampling import slow_but
@@ -34,8 +30,7 @@ def check(model, layout: str, precision: str, *, held: bool = False, **options) 
         model, sequence_length=TOKENS, compute_dtype=job.precision.compute, device_type="cuda", recomputation=False,
         **options,
     )  # fmt: skip
-    layouts = choices_of_layout(layout, description, WORLD)
-    layouts = [replace(layout, reduce_every_micro_step=not held) for layout in layouts]
+    layouts = [replace(one, reduce_every_micro_step=not held) for one in choices_of_layout(layout, description, WORLD)]
     estimate, simulated = estimate_and_simulation(
         model, description, layouts, job=job, batch=batch, world=WORLD, device_type="cuda", **options
     )
@@ -48,8 +43,7 @@ def check(model, layout: str, precision: str, *, held: bool = False, **options) 
     slow_but(
         [
             ("hsdp", "bf16", 4, 256), ("ddp", "no", 4, 256), ("two_stage", "bf16", 4, 256), ("mixed", "bf16", 4, 256),
-            ("zero3", "no", 4, 1024), ("zero2", "bf16", 4, 1024), ("zero3", "bf16", 5, 1024),
-            ("zero3", "no", 4, 252),
+            ("zero3", "no", 4, 1024), ("zero2", "bf16", 4, 1024), ("zero3", "bf16", 5, 1024), ("zero3", "no", 4, 252),
         ],
         daily=[("mixed", "bf16", 4, 256), ("zero2", "bf16", 4, 1024)],
     ),
@@ -82,8 +76,10 @@ def tokens_and_labels(samples: int) -> dict[str, torch.Tensor]:
     return {"tokens": torch.zeros(samples, TOKENS, dtype=torch.long), "labels": torch.zeros(samples, dtype=torch.long)}
 
 
-@pytest.mark.parametrize(("layout", "precision"), [("zero3", "no"), ("ddp", "no"), ("zero3", "bf16")])
-def test_gradient_of_a_large_embedding_in_the_root_counts_once_from_where_it_comes(layout, precision):
+@pytest.mark.parametrize(
+    ("layout", "precision"), slow_but(product(["zero3", "ddp"], ["no", "bf16"]), [("ddp", "no"), ("zero3", "bf16")])
+)
+def test_gradient_of_a_large_root_embedding_counts_once(layout, precision):
     with torch.device("meta"):
         model = LargeEmbedding()
     check(model, layout, precision, inputs=tokens_and_labels)
@@ -111,9 +107,11 @@ def pairs(samples: int) -> dict[str, torch.Tensor]:
     return {"pixels": torch.zeros(samples, 128), **tokens_and_labels(samples)}
 
 
-@pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize(("layout", "precision"), [("zero3", "no"), ("zero2", "bf16"), ("hsdp", "bf16")])
-def test_units_without_inputs_that_need_gradients_stay_whole_to_the_end_of_backward(layout, precision, held):
+HOLDING = list(product(("zero3", "zero2", "hsdp"), ("no", "bf16"), (False, True)))
+
+
+@pytest.mark.parametrize(("layout", "precision", "held"), slow_but(HOLDING, (HOLDING[0], HOLDING[7], HOLDING[11])))
+def test_units_without_inputs_that_need_gradients_stay_whole_in_backward(layout, precision, held):
     with torch.device("meta"):
         model = TwoTowers()
     description = check(model, layout, precision, inputs=pairs, held=held)
@@ -121,24 +119,82 @@ def test_units_without_inputs_that_need_gradients_stay_whole_to_the_end_of_backw
 
 
 @pytest.mark.parametrize("layout", slow_but(["zero3", "mixed"], daily=["zero3"]))
-def test_sum_of_gradients_counts_in_each_call_of_shared_weights_but_the_last(layout):
+def test_sum_of_gradients_counts_in_each_call_but_the_last(layout):
     """In T5 also where the decoder's embedding ends, while more is saved than at the end of backward."""
     config = T5Config(vocab_size=10_000, d_model=128, d_kv=32, d_ff=256, num_layers=2, num_heads=4)
     check(config, layout, "no", auto_class=AutoModelForSeq2SeqLM)
 
 
 @pytest.mark.slow
-def test_large_embedding_of_clip_stays_whole_while_the_backward_of_the_other_tower_runs():
+def test_large_embedding_of_clip_stays_whole_in_the_others_backward():
     sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4)
     text = dict(sizes, vocab_size=10_000, max_position_embeddings=TOKENS)
     config = CLIPConfig(text_config=text, vision_config=dict(sizes, image_size=32, patch_size=16), projection_dim=64)
     check(config, "zero3", "no", auto_class=CLIPModel)
 
 
-def test_segments_name_parameters_of_the_root_whose_gradients_come_in_their_backward():
+def test_segments_name_root_parameters_whose_gradients_they_bring():
     with torch.device("meta"):
         model = LargeEmbedding()
     description = describe(model, sequence_length=TOKENS, inputs=tokens_and_labels, recomputation=False)
     first, *_, last = [s for s in description.segments if description.units[s.unit].span is GatherSpan.STEP]
     assert first.gradients == ("embedding.weight",)
     assert set(last.gradients) == {"head.weight", "head.bias"}
+
+
+# ---- small modules
+
+WIDTH, ROWS = 64, 128
+BATCH = Batch(micro_batch_size=4, accumulation_steps=1)
+JOB = TrainingJob(global_batch_size=4 * WORLD, micro_batch_size=4)
+
+
+class Block(nn.Module):
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.keeps, self.state = keeps, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x).tanh().exp()
+        if self.keeps:
+            self.state = y.square().sum(-1).sqrt()
+        return x + self.outer(y)
+
+
+def rows(samples: int) -> dict[str, torch.Tensor]:
+    return {"input": torch.zeros(samples, ROWS, WIDTH)}
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_state_that_keeps_the_recomputed_graph_is_in_the_estimate(keeps):
+    model = nn.Sequential(*(Block(keeps) for _ in range(5)))
+    description = describe(model, sequence_length=ROWS, inputs=rows, partial_recomputation=False)
+    choices = choices_of_layout("zero3", description, WORLD)
+    for index in description.recomputable:
+        choices[index] = replace(choices[index], activations=Activations.RECOMPUTE)
+    again = [segment.recomputed[0].costs for segment in description.segments if segment.recomputed]
+    grows = again[0].gradient_bytes(4) > again[-1].gradient_bytes(4) + 4 * ROWS * WIDTH * 4
+    assert grows is keeps
+    more = {"job": JOB, "batch": BATCH, "world": WORLD, "inputs": rows}
+    estimate, simulated = estimate_and_simulation(model, description, choices, **more)
+    assert -0.01 <= estimate.peak_bytes / simulated.peak_bytes - 1 <= 0.03
+
+
+class Scaled(nn.Module):
+    """No repeated blocks, and a parameter without dimensions, as CLIP's `logit_scale`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.inner(input).tanh() * self.scale.exp()
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero3"])
+def test_a_parameter_without_dimensions_has_an_estimate(layout):
+    description = describe(Scaled(), sequence_length=ROWS, inputs=rows)
+    estimate = estimate_memory(description, choices_of_layout(layout, description, WORLD), WORLD, JOB, BATCH)
+    assert [unit.fqn for unit in description.units] == [""] and description.numel == WIDTH * WIDTH + WIDTH + 1
+    assert estimate.peak_bytes > 4 * 4 * ROWS * WIDTH

@@ -26,13 +26,8 @@ from tests.helpers.simulation import estimate_and_simulation
 WORLD, SAMPLES = 8, 4
 LENGTH = {False: 256, True: 1024}
 """Of eager and compiled blocks: Inductor orders kernels otherwise where parameters are larger than activations."""
-WIDE = {
-    "hidden_size": 1024,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 16,
-    "vocab_size": 1000,
-    "max_position_embeddings": 1024,
-}
+WIDE = {"hidden_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 16, "vocab_size": 1000}
+WIDE["max_position_embeddings"] = 1024
 CONFIGS = {
     "gpt2": GPT2Config(n_embd=1024, n_layer=3, n_head=16, n_positions=1024, vocab_size=1000),
     "llama": LlamaConfig(**WIDE, intermediate_size=2816, num_key_value_heads=4),
@@ -47,23 +42,22 @@ CASES = [
     (name, device_type, shard, compiled)
     for compiled in (False, True) for name in CONFIGS for device_type in PRECISIONS for shard in (WORLD, 1)
 ]  # fmt: skip
-JOB = {
-    name: TrainingJob(global_batch_size=WORLD * SAMPLES, precision=Precision.named(name))
-    for name in PRECISIONS.values()
-}
+BATCH = Batch(micro_batch_size=SAMPLES, accumulation_steps=1)
+
+
+def job_of(device_type: str) -> TrainingJob:
+    return TrainingJob(global_batch_size=WORLD * SAMPLES, precision=Precision.named(PRECISIONS[device_type]))
+
+
+def described(model: Any, device_type: str, compiled: bool, **options: Any) -> ModelDescription:
+    options |= {"compute_dtype": job_of(device_type).precision.compute, "micro_batch_size": SAMPLES}
+    return describe(model, sequence_length=LENGTH[compiled], device_type=device_type, compile=compiled, **options)
 
 
 @functools.cache
-def described(name: str, device_type: str, compiled: bool) -> tuple[Any, ModelDescription]:
-    model, compute = build_on_meta(CONFIGS[name]), Precision.named(PRECISIONS[device_type]).compute
-    return model, describe(
-        model,
-        sequence_length=LENGTH[compiled],
-        device_type=device_type,
-        compute_dtype=compute,
-        compile=compiled,
-        micro_batch_size=SAMPLES,
-    )
+def with_model(name: str, device_type: str, compiled: bool) -> tuple[Any, ModelDescription]:
+    model = build_on_meta(CONFIGS[name])
+    return model, described(model, device_type, compiled)
 
 
 def layouts(description: ModelDescription, shard: int, turn: int) -> list[UnitLayout]:
@@ -85,20 +79,20 @@ def errors() -> Iterator[dict[str, list[float]]]:
     yield found
     for kind, each in found.items():
         sizes = [abs(error) for error in each]
-        print(f"\n{kind} blocks, {len(each)} peaks: mean error {statistics.fmean(sizes):.2%}, worst {max(each, key=abs):+.2%}, "  # noqa: E501
-              f"most under {min(each):+.2%}")  # fmt: skip
+        worst = f"worst {max(each, key=abs):+.2%}, most under {min(each):+.2%}"
+        print(f"\n{kind} blocks, {len(each)} peaks: mean error {statistics.fmean(sizes):.2%}, {worst}")
 
 
 @pytest.mark.parametrize(("name", "device_type", "shard", "compiled"), slow_but(CASES, daily=[CASES[6]]))
 def test_peak_of_blocks_that_are_recomputed_each_in_another_way(errors, name, device_type, shard, compiled):
-    model, description = described(name, device_type, compiled)
+    model, description = with_model(name, device_type, compiled)
     assert bool(description.compiled_classes) is compiled
     most = max(map(len, description.recomputations))
     assert most > 1 + (not compiled), "products are worth saving in blocks of this width"
     for turn in range(most + 1):
         estimate, simulated = estimate_and_simulation(
-            model, description, layouts(description, shard, turn), job=JOB[PRECISIONS[device_type]],
-            batch=Batch(micro_batch_size=SAMPLES, accumulation_steps=1), world=WORLD, device_type=device_type,
+            model, description, layouts(description, shard, turn), job=job_of(device_type), batch=BATCH, world=WORLD,
+            device_type=device_type,
         )  # fmt: skip
         error = estimate.peak_bytes / simulated.peak_bytes - 1
         errors["compiled" if compiled else "eager"].append(error)
@@ -111,20 +105,13 @@ def test_peak_of_a_compiled_loss_in_chunks(name, device_type):
     """Of a vocabulary whose logits would be the peak."""
     config = copy.deepcopy(CONFIGS[name])
     config.vocab_size = 32000
-    model, compute = build_on_meta(config), Precision.named(PRECISIONS[device_type]).compute
-    options = {
-        "sequence_length": LENGTH[True],
-        "device_type": device_type,
-        "compute_dtype": compute,
-        "recomputation": False,
-    }
+    model, job = build_on_meta(config), job_of(device_type)
     whole, description = (
-        describe(model, **options, compile=True, micro_batch_size=SAMPLES, split=ModelSplit(loss_chunks=pieces))
+        described(model, device_type, True, recomputation=False, split=ModelSplit(loss_chunks=pieces))
         for pieces in (1, 8)
     )
-    job, batch = JOB[PRECISIONS[device_type]], Batch(micro_batch_size=SAMPLES, accumulation_steps=1)
     estimate, simulated = estimate_and_simulation(
-        model, description, layouts(description, WORLD, 0), job=job, batch=batch, world=WORLD, device_type=device_type
+        model, description, layouts(description, WORLD, 0), job=job, batch=BATCH, world=WORLD, device_type=device_type
     )
     assert -0.01 <= estimate.peak_bytes / simulated.peak_bytes - 1 <= 0.02
-    assert estimate.peak_bytes < 0.8 * estimate_memory(whole, layouts(whole, WORLD, 0), WORLD, job, batch).peak_bytes
+    assert estimate.peak_bytes < 0.8 * estimate_memory(whole, layouts(whole, WORLD, 0), WORLD, job, BATCH).peak_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import InfeasibleError, OSDPError
 from hf_osdp.modeling.build import build_on_meta
-from hf_osdp.planner.decision import Batch, UnitLayout
+from hf_osdp.planner.decision import Batch
 from hf_osdp.planner.optimizers import bitsandbytes_of_trainer
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
@@ -27,7 +28,7 @@ from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.optimizer_steps import step_by_device
 from hf_osdp.tracing.describe import describe
 from tests.helpers.problems import problem
-from tests.helpers.simulation import estimate_and_simulation
+from tests.helpers.simulation import choices_of_layout, estimate_and_simulation
 
 WORLD = 8
 CONFIG = GPT2Config(
@@ -41,38 +42,42 @@ JOB = TrainingJob(global_batch_size=2 * WORLD, micro_batch_size=2)
 
 @pytest.fixture(scope="module")
 def description():
-    return describe(CONFIG, sequence_length=64)
+    return describe(CONFIG, sequence_length=64, partial_recomputation=False)
 
 
 def sharded_plan(description) -> Plan:
-    choices = [
-        UnitLayout(shard_size=WORLD, reshard_after_forward=unit.span.value != "step") for unit in description.units
-    ]
-    return Plan.of(description, choices, BATCH, world_size=WORLD)
+    return Plan.of(description, choices_of_layout("zero3", description, WORLD), BATCH, world_size=WORLD)
+
+
+@contextmanager
+def fake_ranks(number: int):
+    dist.init_process_group("fake", rank=0, world_size=number, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def peak_by_torch(config: GPT2Config, description, plan: Plan) -> int:
     """The same step under `FSDPMemTracker`."""
-    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
-    try:
+    with ExitStack() as within:
+        within.enter_context(fake_ranks(WORLD))
         meshes = Meshes("cpu")
         meshes.prepare(plan)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            model = GPT2LMHeadModel(config).train()
-            apply_plan(model, plan, description.units, meshes=meshes, broadcast=False)
-            ids, labels = torch.zeros(2, 64, dtype=torch.long), torch.zeros(2, 64, dtype=torch.long)
-            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-            tracker = FSDPMemTracker(model, optimizer)
-            tracker.track_inputs((ids, labels))
-            with tracker:
-                for _ in range(2):
-                    model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    tracker.reset_mod_stats()
-            return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-    finally:
-        dist.destroy_process_group()
+        within.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        model = GPT2LMHeadModel(config).train()
+        apply_plan(model, plan, description.units, meshes=meshes, broadcast=False)
+        ids, labels = torch.zeros(2, 64, dtype=torch.long), torch.zeros(2, 64, dtype=torch.long)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        tracker = FSDPMemTracker(model, optimizer)
+        tracker.track_inputs((ids, labels))
+        with tracker:
+            for _ in range(2):
+                model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                tracker.reset_mod_stats()
+        return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 
 
 def test_torchs_own_tracker_finds_the_same_peak_to_the_byte():
@@ -80,38 +85,31 @@ def test_torchs_own_tracker_finds_the_same_peak_to_the_byte():
     description = describe(config, sequence_length=64, recomputation=False)
     plan = sharded_plan(description)
     simulated = simulate(config, plan, description=description, job=JOB).peak_bytes
-    peak_by_torch(
-        config, description, plan
-    )  # the first time, the tracker counts what DTensor makes to find out shapes
-    with (
-        _separate_shape_propagation()
-    ):  # torch 2.11 makes them each time, as long as the whole parameters: 338 MB that no device allocates
+    peak_by_torch(config, description, plan)  # the first time, it counts what DTensor makes to find out shapes
+    # torch 2.11 makes them each time, as long as the whole parameters: 338 MB that no device allocates
+    with _separate_shape_propagation():
         assert simulated == peak_by_torch(config, description, plan)
 
 
 @pytest.mark.parametrize("spec", [OptimizerSpec(name="sgd", states=1), bitsandbytes_of_trainer("adamw_bnb_8bit")])
 def test_states_of_the_optimizer_take_what_is_counted(description, spec):
     """Also those of 8 bits: by whole parameters, with short blocks, and embeddings in float32."""
-    without, held = (
-        simulate(
-            CONFIG, sharded_plan(description), description=description, job=replace(JOB, optimizer=one)
-        ).peak_bytes
-        for one in (OptimizerSpec(name="sgd", states=0), spec)
-    )
+    jobs = (replace(JOB, optimizer=one) for one in (OptimizerSpec(name="sgd", states=0), spec))
+    plan = sharded_plan(description)
+    without, held = (simulate(CONFIG, plan, description=description, job=job).peak_bytes for job in jobs)
     counted = sum(spec.state_bytes(p, WORLD) for unit in description.units for p in unit.parameters)
     assert counted <= held - without <= 1.02 * counted
 
 
 SQUARE = LlamaConfig(
     num_hidden_layers=1, hidden_size=512, intermediate_size=16, num_attention_heads=1, num_key_value_heads=1,
-    head_dim=8, vocab_size=512,
-    tie_word_embeddings=False,
+    head_dim=8, vocab_size=512, tie_word_embeddings=False,
 )  # fmt: skip
 """Beside whose embedding nothing counts, so that its step is the highest moment."""
 
 
 @pytest.mark.parametrize("real", [False, True])
-def test_step_of_muon_is_simulated_as_it_is_estimated_and_as_torchs_own_runs(real, monkeypatch):
+def test_step_of_muon_is_simulated_as_estimated_and_run(real, monkeypatch):
     def torchs_own(model, *_: object) -> torch.optim.Optimizer:
         optimizer = torch.optim.Muon([p for p in model.parameters() if p.requires_grad])
         step_by_device(optimizer)
@@ -125,13 +123,10 @@ def test_step_of_muon_is_simulated_as_it_is_estimated_and_as_torchs_own_runs(rea
     described = describe(model, sequence_length=8, recomputation=False)
     spec = OptimizerSpec(name="muon", states=1, step=OptimizerStep.FOR_LOOP, loop_scratch=0.0, matrices=((512, 512),))
     job = replace(JOB, optimizer=spec)
-    layouts = [
-        UnitLayout(shard_size=WORLD, reshard_after_forward=unit.span.value != "step") for unit in described.units
-    ]
+    layouts = choices_of_layout("zero3", described, WORLD)
     estimate, simulated = estimate_and_simulation(model, described, layouts, job=job, batch=BATCH, world=WORLD)
-    assert estimate.peak.phase == "optimizer step" and estimate.peak_bytes == pytest.approx(
-        simulated.peak_bytes, rel=0.01
-    )
+    assert estimate.peak.phase == "optimizer step"
+    assert estimate.peak_bytes == pytest.approx(simulated.peak_bytes, rel=0.01)
 
 
 def test_the_model_given_stays_as_it_is(description):
@@ -144,26 +139,20 @@ def test_the_model_given_stays_as_it_is(description):
 
 
 def test_a_process_group_in_use_is_left_alone(description):
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
+    with fake_ranks(2):
         with pytest.raises(OSDPError, match="already has a process group"):
             simulate(CONFIG, sharded_plan(description), description=description, job=JOB)
         assert dist.get_world_size() == 2
-    finally:
-        dist.destroy_process_group()
 
 
 def test_what_cannot_be_simulated_is_refused_in_one_line(description):
-    with pytest.raises(ValueError, match="device_type='tpu'"):
-        simulate(CONFIG, sharded_plan(description), description=description, job=JOB, device_type="tpu")
-    job = replace(JOB, optimizer=OptimizerSpec(name="own", states=4))
-    with pytest.raises(TypeError, match="has no option compute_dtype"):
-        simulate(CONFIG, sharded_plan(description), description=description, job=JOB, compute_dtype=None)
-    with pytest.raises(ValueError, match="4 states"):
-        simulate(CONFIG, sharded_plan(description), description=description, job=job)
-
-
-# ---- search and simulate
+    for error, said, more in (
+        (ValueError, "device_type='tpu'", {"job": JOB, "device_type": "tpu"}),
+        (TypeError, "has no option compute_dtype", {"job": JOB, "compute_dtype": None}),
+        (ValueError, "4 states", {"job": replace(JOB, optimizer=OptimizerSpec(name="own", states=4))}),
+    ):
+        with pytest.raises(error, match=said):
+            simulate(CONFIG, sharded_plan(description), description=description, **more)
 
 
 def too_low(description):
@@ -195,7 +184,7 @@ def test_one_round_where_the_estimate_is_right(description):
     assert abs(short_bytes(only)) < 0.01 * only.simulation.peak_bytes
 
 
-def test_an_estimate_that_is_too_low_is_corrected_and_planned_again(description):
+def test_estimate_that_is_too_low_is_corrected_and_planned_again(description):
     limit = limit_between(description, 0.3)
     rounds = checked(too_low(description), limit)
     assert len(rounds) > 1
@@ -205,6 +194,6 @@ def test_an_estimate_that_is_too_low_is_corrected_and_planned_again(description)
     assert rounds[-1].found.plan.units != rounds[0].found.plan.units
 
 
-def test_an_estimate_that_is_too_low_at_the_least_is_infeasible(description):
+def test_estimate_that_is_too_low_at_the_least_is_infeasible(description):
     with pytest.raises(InfeasibleError):
         checked(too_low(description), limit_between(too_low(description), 0.0))
