@@ -61,7 +61,7 @@ def test_two_steps_equal_one_process(name):
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])  # code is generated
 @pytest.mark.on_ranks(2)
-def test_experts_train_as_in_one_process_while_the_peak_is_measured(compiled):
+def test_experts_train_as_alone_while_the_peak_is_measured(compiled):
     """In float32, where transformers' experts multiply in groups on the CPU; the second step is the one whose peak
     is measured.
     """
@@ -110,7 +110,7 @@ def test_batch_norm_stays_in_float32():
     assert norms and all(module.weight.grad.dtype is torch.float32 for module in norms)
 
 
-def test_batch_norms_are_units_of_their_own_under_low_precision_alone():
+def test_batch_norms_are_own_units_under_low_precision_alone():
     model = tiny_architecture("ResNetForImageClassification").float()
     dtypes = (None, DType.BFLOAT16)
     plain, low = (describe(model, sequence_length=1, compute_dtype=one, recomputation=False) for one in dtypes)

@@ -219,7 +219,7 @@ def test_hooks_and_data_that_shards_do_not_take_are_refused():
 
 
 @pytest.mark.on_ranks(2)
-def test_gradients_of_shards_are_refused_after_model_to_which_frees_the_shards_before():
+def test_model_to_frees_shards_and_their_gradients_are_refused():
     model, _, _ = sharded()
     tiny_loss(model, tiny_batch(0)).backward()
     model.zero_grad()
@@ -265,7 +265,7 @@ def test_a_step_without_the_last_micro_step_is_refused():
 
 
 @pytest.mark.on_ranks(2)
-def test_a_rank_may_skip_a_micro_step_in_which_nothing_is_sent():
+def test_rank_may_skip_a_micro_step_that_sends_nothing():
     model, plan, _ = sharded("replicate", way="reduce_every_micro_step")
     optimizer = SGD(model.parameters(), lr=0.0)
     for _ in range(2):

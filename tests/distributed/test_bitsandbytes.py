@@ -72,7 +72,7 @@ def test_states_take_the_bytes_that_are_planned_and_two_tables(kind, width):
         *(pytest.param(k, marks=pytest.mark.slow) for k in ("AdEMAMix8bit", "RMSprop8bit", "AdEMAMix", "RMSprop")),
     ],
 )
-def test_training_goes_on_over_plans_and_worlds_as_in_one_process(tmp_path, kind):
+def test_training_over_plans_and_worlds_equals_one_process(tmp_path, kind):
     """Where blocks lie inside shards a sharded run is that of one process; a checkpoint of 8 bits rounds once more."""
     (first, _), _ = run_ranks(chain, 2, made, kind, BLOCKS, str(tmp_path), "mixed", 1, True, 0)
     assert worst(first, alone(made, kind, BLOCKS, 2)) < 1e-9
@@ -93,7 +93,7 @@ def test_training_goes_on_over_plans_and_worlds_as_in_one_process(tmp_path, kind
         assert {own["step"] for own in full.values()} == {8}, "states of 32 bits go on from it"
 
 
-def test_lion_of_8_bits_is_that_of_one_process_but_for_signs_of_nothing(tmp_path):
+def test_lion_of_8_bits_equals_one_process_but_for_zeros(tmp_path):
     """Keys have no gradient from their biases but rounding, of which Lion takes the sign."""
     (weights, _), _ = run_ranks(chain, 2, made, "Lion8bit", BLOCKS, str(tmp_path), "mixed", 1, True, 0)
     one = alone(made, "Lion8bit", BLOCKS, 2)
@@ -111,7 +111,7 @@ def in_a_loop(kind: str) -> dict[str, torch.Tensor]:
     return full_state_dict(model)
 
 
-def test_other_blocks_than_one_process_has_differ_by_less_than_quantizing_does():
+def test_other_blocks_differ_by_less_than_quantizing_does():
     weights, _ = run_ranks(in_a_loop, 2, "AdamW8bit")
     one = alone(made, "AdamW8bit", ODD_WIDTH, 6)
     assert 0 < apart(weights, one) < 1.5 * apart(alone(made, "AdamW", ODD_WIDTH, 6), one)
@@ -155,7 +155,7 @@ def stock(tmp_path_factory) -> dict[str, list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.on_ranks(2, init=False)
-def test_trainer_with_adamw_bnb_8bit_equals_the_stock_one_which_keeps_embeddings(tmp_path, stock):
+def test_trainer_with_adamw_bnb_8bit_equals_the_stock_one(tmp_path, stock):
     args = trainer_arguments(tmp_path, 4, save_strategy="steps", save_steps=2)
     trainer = trained_and_resumed_as_stock(partial(gpt2, BLOCKS), args, stock)
     states, named = trainer.optimizer.optimizer.state, dict(trainer.model.named_parameters())
@@ -213,7 +213,7 @@ def test_slices_and_the_host_are_refused_where_states_have_blocks():
             check_optimizer(optimizer, optimizer.param_groups[0]["params"])
 
 
-def test_a_plain_loop_of_one_process_refuses_options_that_its_steps_would_leave_out():
+def test_plain_loop_of_one_process_refuses_options_of_parameters():
     optimizer = overridden()
     model = nn.ParameterList(optimizer.param_groups[0]["params"])
     prepare_new_optimizers(model, lambda *_: None)

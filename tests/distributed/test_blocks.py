@@ -53,7 +53,7 @@ def gradients_of(block: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("frees", [True, False])
 @pytest.mark.on_ranks(2)
-def test_unit_inside_a_recomputed_block_leaves_gradients_and_saved_operators_as_they_are(frees):
+def test_unit_inside_recomputed_block_leaves_gradients_and_saved_operators(frees):
     """A unit that stays gathered is gathered in the first run of a block alone."""
     taken, take = [], selective._Output.take
     selective._Output.take = lambda self, call: taken.append(call) or take(self, call)
@@ -106,7 +106,7 @@ def test_trials_of_compiled_plans_run_compiled():
 
 @pytest.mark.slow  # code is generated
 @pytest.mark.on_ranks(2, timeout_s=280)
-def test_compiled_blocks_train_on_samples_of_varying_lengths_and_compile_twice():
+def test_compiled_blocks_train_on_varying_lengths_and_compile_twice():
     """The first length is compiled as it is, the second for all lengths."""
     losses: dict[str, list[float]] = {}
     norms: dict[str, list[torch.Tensor]] = {}

@@ -171,7 +171,7 @@ def filled(folder: str) -> tuple[str, float]:
     return str(raised.value), time.monotonic() - began
 
 
-def test_full_disk_of_one_rank_is_told_on_all_at_once(tmp_path):
+def test_full_disk_of_one_rank_raises_on_all_at_once(tmp_path):
     (line, waited), (other, _) = run_ranks(filled, 2, str(tmp_path))
     assert line == other and "could not be written on rank 1 (OSError: [Errno 28] No space left on device)" in line
     assert waited < 60 and sorted(path.name for path in tmp_path.glob(".partial/*")) == ["lock", "training.json"], (

@@ -108,7 +108,7 @@ def by_two_optimizers(folder: str) -> dict[str, list[float]]:
     return found
 
 
-def test_two_optimizers_of_one_model_are_saved_and_go_on_in_both_layouts(tmp_path):
+def test_two_optimizers_of_one_model_resume_in_both_layouts(tmp_path):
     for found in run_ranks(by_two_optimizers, 2, str(tmp_path), init=False):
         want = {layout: found[layout] for layout in (SHARDED, WHOLE)}
         assert {layout: found[f"{layout} again"] for layout in want} == want

@@ -85,7 +85,7 @@ def in_turn(folder: str, cases: list[tuple]) -> list[tuple]:
     ]
 
 
-def test_the_trainer_goes_on_under_other_plans_on_other_numbers_of_ranks(tmp_path):
+def test_trainer_resumes_under_other_plans_and_numbers_of_ranks(tmp_path):
     want, weights = stock.train_one_process(str(tmp_path / "stock"))
     first = run_ranks(in_turn, 2, str(tmp_path), [("first", None, SHARDED, None, {"async_save": True})], init=False)[
         0
@@ -108,7 +108,7 @@ def test_the_trainer_goes_on_under_other_plans_on_other_numbers_of_ranks(tmp_pat
 
 
 @pytest.mark.slow
-def test_the_trainer_goes_from_four_ranks_to_two_to_one_to_four(tmp_path):
+def test_trainer_goes_from_four_ranks_to_two_one_four(tmp_path):
     want, weights = stock.train_one_process(str(tmp_path / "stock"))
     four = run_ranks(in_turn, 4, str(tmp_path), [("four", None, SHARDED, "ddp", {})], init=False)[0][0]
     two = run_ranks(
@@ -162,7 +162,7 @@ def _looped(folder: str, load: str | None, save: str, layout: str, start: int, s
 
 
 @pytest.mark.slow
-def test_an_accelerate_loop_goes_on_on_other_numbers_of_ranks_and_from_plain_accelerate(tmp_path):
+def test_accelerate_loop_resumes_on_other_ranks_and_from_plain_accelerate(tmp_path):
     folder = str(tmp_path)
     (want,) = looped(folder, [(None, "plain", WHOLE, 0, 5, Accelerator)])
     first = run_ranks(looped, 2, folder, [(None, "a", SHARDED, 0, 2)], init=False)[0][0]

@@ -66,7 +66,7 @@ def scattered(scatter, dtype: torch.dtype, op: str) -> float:
     "world_size",
     [pytest.param(4, marks=pytest.mark.on_ranks(nodes=2)), pytest.param(6, marks=pytest.mark.on_ranks(nodes=3))],
 )
-def test_two_stages_and_one_put_every_byte_in_its_place_and_tell_their_begin_and_end(world_size):
+def test_two_stages_and_one_put_every_byte_in_its_place(world_size):
     topology, rank = find_topology(), dist.get_rank()
     assert (topology.nodes, topology.ranks_per_node) == (world_size // 2, 2)
     stages = Meshes("cpu").stages(world_size, topology.ranks_per_node)
@@ -103,7 +103,7 @@ def test_two_stages_and_one_put_every_byte_in_its_place_and_tell_their_begin_and
     }
 
 
-def test_stages_of_half_the_world_are_given_back_with_the_plan():
+def test_stages_of_half_the_world_end_with_the_plan():
     """Four nodes of two: two stages over half of the world; then a plan without."""
 
     def plan(*layouts: tuple[int, int]) -> Plan:

@@ -84,7 +84,7 @@ def resume(folder: str, optimizer: str) -> list[Trained]:
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", pytest.param("Rprop", marks=pytest.mark.slow)])
-def test_fewer_experts_than_ranks_train_and_resume_as_in_one_process(tmp_path, optimizer):
+def test_fewer_experts_than_ranks_train_and_resume_exactly(tmp_path, optimizer):
     (before, after, dims), *_ = run_ranks(train_and_save, WORLD, str(tmp_path), optimizer)
     assert dims == {(0,), (1,)}, "on two ranks, and on four"
     resumed = {world: run_ranks(resume, world, str(tmp_path), optimizer)[0] for world in (WORLD, 2)}

@@ -39,13 +39,13 @@ def _die_on(rank):
         (_die_on, 1, "signal 9", 1, "died"),
     ],
 )
-def test_the_failure_of_the_first_rank_is_raised_with_its_traceback(fn, argument, said, rank, error_type):
+def test_failure_of_the_first_rank_is_raised_with_traceback(fn, argument, said, rank, error_type):
     with pytest.raises(RankFailure, match=said) as caught:
         run_ranks(fn, 2, argument)
     assert (caught.value.rank, caught.value.error_type) == (rank, error_type)
 
 
-def test_a_hanging_rank_is_ended_with_its_children_and_shows_its_stack():
+def test_hanging_rank_is_ended_with_children_and_shows_stack():
     with pytest.raises(RankFailure, match="_hang_on") as caught:
         run_ranks(_hang_on, 2, 0, os.getpid(), timeout_s=3)
     assert caught.value.error_type == "timeout"

@@ -88,7 +88,7 @@ def two_groups(model: torch.nn.Module, options: dict[str, Any]):
 
 @worlds
 @pytest.mark.on_ranks()
-def test_rebound_optimizers_step_what_lies_in_each_place_and_schedulers_act_on_all(world_size):
+def test_rebound_optimizers_and_schedulers_act_on_host_and_device(world_size):
     """An optimizer of two groups with a scheduler, made before the model is sharded, as Accelerate gives them."""
     alone = tiny_model("gpt2")
     optimizer, scheduler = two_groups(alone, {})

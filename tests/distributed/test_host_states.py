@@ -93,7 +93,7 @@ def train_each(cases: list[tuple[str, ...]]) -> dict[tuple[str, ...], dict[str, 
 
 
 @pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_units_with_states_on_the_host_train_as_one_process_does(slow):
+def test_units_with_states_on_host_train_as_one_process(slow):
     cases = [case for case in product(LAYOUTS, KINDS) if (case[0] == "replicate" or case[1] == "NAdam") == slow]
     (found, _) = run_ranks(train_each, 2, cases, timeout_s=300)
     alone = {kind: train(None, kind) for kind in {kind for _, kind in cases}}

@@ -98,7 +98,7 @@ def planned(kind: str, micro: int, reduce: bool, checkpointing: bool = False, fr
 
 
 @pytest.mark.on_ranks(2, init=False)
-def test_what_would_wait_or_clip_before_gradients_are_reduced_is_refused():
+def test_waiting_and_clipping_before_gradients_are_reduced_is_refused():
     model = tiny_model()
     plan = mixed_plan(model, 2, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=True)
     accelerator = OSDPAccelerator(osdp=OSDPConfig(plan=plan), gradient_accumulation_steps=2)
@@ -275,7 +275,7 @@ class RankZeroRows(torch.utils.data.IterableDataset):
 
 
 @pytest.mark.on_ranks(2, init=False)
-def test_a_rank_that_finds_no_samples_takes_the_length_that_others_found():
+def test_rank_without_samples_takes_the_length_that_others_found():
     hardware = preset("cpu", devices_per_node=2)
     accelerator, model = OSDPAccelerator(osdp=OSDPConfig(hardware=hardware, compare=False), cpu=True), tiny_model()
     accelerator.prepare(model, new_optimizer(model), DataLoader(RankZeroRows(), batch_size=2))

@@ -237,7 +237,7 @@ def test_evaluation_before_training_changes_nothing(tmp_path, alone, stock_loss)
 
 
 @pytest.mark.on_ranks(2, init=False)
-def test_wrong_world_and_forgotten_cpu_are_refused_before_anything_is_written(tmp_path):
+def test_wrong_world_and_forgotten_cpu_are_refused_before_writing(tmp_path):
     plan = mixed_plan(tiny_model(), 4, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=1, reduce=True)
     if not torch.cuda.is_available():  # processes would not see each other
         with pytest.raises(ValueError, match="use_cpu=True"):

@@ -133,5 +133,5 @@ def test_ranks_that_run_different_modules_train_as_ddp(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["zero3", "everything"])
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_that_run_different_modules_train_as_ddp_in_other_layouts(name, layout):
+def test_ranks_with_different_modules_train_as_ddp_in_other_layouts(name, layout):
     run_ranks(trains_as_ddp, 2, name, layout, timeout_s=60)

@@ -63,7 +63,7 @@ def made(kind: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
         *(pytest.param(kind, ODD_WIDTH, marks=pytest.mark.slow) for kind in ("AdamWFp8", "AdamW4bit")),
     ],
 )
-def test_states_take_the_bytes_that_are_planned_on_the_rank_that_has_most(kind, width):
+def test_states_take_planned_bytes_on_the_rank_with_most(kind, width):
     ranks = run_ranks(held, 2, made, kind, width, "mixed", timeout_s=300)
     (first, planned), (second, _) = ranks
     assert {name: max(first[name], second[name]) for name in first} == {name: planned[name] for name in first}
@@ -74,7 +74,7 @@ def test_states_take_the_bytes_that_are_planned_on_the_rank_that_has_most(kind, 
 @pytest.mark.parametrize(
     "kind", ["AdamWFp8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("AdamW8bit", "AdamW4bit"))]
 )
-def test_training_goes_on_over_plans_worlds_and_slices_as_in_one_process(tmp_path, kind):
+def test_training_over_plans_worlds_and_slices_equals_one_process(tmp_path, kind):
     """Where blocks lie inside shards a sharded run quantizes as one process does; a checkpoint rounds once more,
     but for Fp8.
     """
@@ -103,7 +103,7 @@ def odd(kind: str) -> dict[str, torch.Tensor]:
     return full_state_dict(model)
 
 
-def test_other_blocks_than_one_process_has_differ_by_less_than_quantizing_does():
+def test_other_blocks_differ_by_less_than_quantizing_does():
     weights, _ = run_ranks(odd, 2, "AdamW8bit", timeout_s=300)
     one = alone(made, "AdamW8bit", ODD_WIDTH, 6)
     assert 0 < apart(weights, one) < 1.5 * apart(alone(made, "AdamW", ODD_WIDTH, 6), one)
@@ -180,7 +180,7 @@ def stock_after_evaluation(request, tmp_path_factory) -> dict[str, list[float]]:
 )
 @pytest.mark.slow
 @pytest.mark.on_ranks(2, init=False)
-def test_an_optimizer_made_after_an_evaluation_steps_shards_as_well(tmp_path, stock_after_evaluation, optim):
+def test_optimizer_made_after_evaluation_steps_shards(tmp_path, stock_after_evaluation, optim):
     plan = mixed_plan(gpt2(WIDTH), 2, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=True)
     trainer = evaluated_first(str(tmp_path), plan, optim)
     assert_close(history(trainer), stock_after_evaluation, 1e-9)
@@ -190,7 +190,7 @@ def test_an_optimizer_made_after_an_evaluation_steps_shards_as_well(tmp_path, st
 
 
 @pytest.mark.on_ranks(2, init=False)
-def test_an_optimizer_made_after_an_evaluation_is_refused_where_shards_do_not_allow_it():
+def test_optimizer_made_after_evaluation_is_refused_if_shards_forbid_it():
     hardware = preset("cpu", devices_per_node=2)
     accelerator = OSDPAccelerator(
         cpu=True, osdp=OSDPConfig(strategy="fsdp", sequence_length=LENGTH, hardware=hardware)

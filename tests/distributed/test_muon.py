@@ -148,7 +148,7 @@ def stepped(layout: str | None, *, closure: bool = False) -> dict[str, torch.Ten
 
 
 @pytest.mark.on_ranks(2)
-def test_hooks_made_after_the_plan_hold_for_shards_and_closures_are_refused():
+def test_later_hooks_hold_for_shards_and_closures_are_refused():
     for layout in ("zero3", "replicate", "mixed"):
         weights = stepped(layout)
         assert dist.get_rank() or worst(weights, stepped(None)) < 1e-12, layout
@@ -165,7 +165,7 @@ def test_checkpoints_go_on_in_one_process_and_in_another_plan(tmp_path):
 
 
 @pytest.mark.on_ranks(2)
-def test_rows_that_do_not_divide_and_fewer_than_ranks_are_stepped_by_one_gather_a_matrix():
+def test_uneven_and_missing_rows_are_stepped_by_one_gather():
     torch.manual_seed(0)
     plain = nn.Sequential(
         nn.Linear(5, 7, bias=False), nn.Linear(7, 1, bias=False), nn.Linear(1, 6, bias=False)
@@ -195,7 +195,7 @@ def beside_adamw(model: nn.Module) -> tuple[torch.optim.Muon, torch.optim.AdamW]
 
 
 @pytest.mark.on_ranks(2, init=False)
-def test_accelerate_shards_for_muon_beside_adamw_and_trains_as_one_process():
+def test_accelerate_shards_muon_beside_adamw_and_equals_one_process():
     accelerator = OSDPAccelerator(cpu=True, osdp=small_devices(global_batch_size=8, strategy="fsdp"))
     model = tiny_model("gpt2")
     muon_of(model_of())  # products in float64
@@ -252,7 +252,7 @@ def test_temporaries_of_a_replica_are_those_of_torch(shape):
     assert after_step(optimizer, *shape)[1] * 4 * parameter.numel == pytest.approx(counted, rel=0.01)
 
 
-def test_optimizers_beside_muon_are_counted_at_least_and_matrices_by_their_shapes():
+def test_optimizers_beside_muon_are_counted_and_matrices_by_shape():
     muon = torch.optim.Muon(
         [nn.Parameter(torch.ones(4, 8)), nn.Parameter(torch.ones(8, 4)), nn.Parameter(torch.ones(4, 8))]
     )

@@ -48,7 +48,7 @@ def what_ran(accelerator: OSDPAccelerator) -> tuple[bool, bool, bool]:
 
 
 @pytest.mark.on_ranks(1, init=False)
-def test_estimate_of_one_process_in_bf16_is_of_the_autocast_that_runs():
+def test_estimate_of_one_process_in_bf16_counts_autocast():
     accelerator = trained(on_host=False)
     run = accelerator.planned_run
     assert what_ran(accelerator) == (False, True, True)
@@ -57,5 +57,5 @@ def test_estimate_of_one_process_in_bf16_is_of_the_autocast_that_runs():
 
 
 @pytest.mark.on_ranks(1, init=False)
-def test_one_process_in_bf16_with_units_on_the_host_is_estimated_as_fsdp2():
+def test_one_process_with_units_on_host_is_estimated_as_fsdp2():
     assert what_ran(trained(on_host=True)) == (True, False, False)

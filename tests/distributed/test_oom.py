@@ -68,7 +68,7 @@ def place(moment: str) -> str:
 
 
 @pytest.mark.on_ranks(2)
-def test_place_of_an_error_under_fsdp_is_found_on_every_rank():
+def test_place_of_error_under_fsdp_is_found_everywhere():
     assert {moment: place(moment) for moment in PLACES} == PLACES
 
 
@@ -158,7 +158,7 @@ def test_a_run_goes_on_by_a_safer_plan(tmp_path):
 
 
 @pytest.mark.slow
-def test_without_replan_all_ranks_end_and_the_message_is_the_errors(tmp_path):
+def test_without_replan_all_ranks_end_with_the_error(tmp_path):
     done = train(tmp_path, "raise", on_oom="raise", fails=True)
     assert done.returncode != 0
     assert re.search(
@@ -168,7 +168,7 @@ def test_without_replan_all_ranks_end_and_the_message_is_the_errors(tmp_path):
 
 
 @pytest.mark.slow
-def test_replan_under_a_launcher_that_starts_no_more_names_the_option(tmp_path):
+def test_replan_without_restarts_left_names_the_option(tmp_path):
     done = train(tmp_path, "no restarts", on_oom="replan", fails=True)
     assert (
         done.returncode != 0

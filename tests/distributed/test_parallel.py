@@ -134,7 +134,7 @@ def test_optimizer_made_after_an_evaluation_trains_the_model(world_size):
 
 
 @pytest.mark.on_ranks(2, init=False)
-def test_hardware_of_another_world_and_plan_that_is_absent_are_refused(tmp_path):
+def test_hardware_of_another_world_and_absent_plan_are_refused(tmp_path):
     """What else is refused is on docs/bad_inputs.md."""
     run = {"sequence_length": SEQUENCE_LENGTH, "global_batch_size": SAMPLES, "memory_limit": "1GiB"}
     for error, said, options in (

@@ -146,7 +146,7 @@ def test_the_scaler_is_public_and_off_without_fp16():
 
 
 @pytest.mark.on_ranks(2)
-def test_fp16_in_a_plain_loop_skips_the_same_steps_on_every_rank():
+def test_fp16_in_plain_loop_skips_same_steps_on_every_rank():
     """The docstring's loop; one rank's shard overflows before the second of three steps."""
     model = tiny_model("gpt2", dtype=torch.float32)
     plan = plan_of(find_units(model), dist.get_world_size(), "mixed")

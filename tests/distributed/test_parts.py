@@ -153,7 +153,7 @@ def unit(*names: str, span: GatherSpan = GatherSpan.USE) -> UnitDescription:
     return UnitDescription(fqn="+".join(names), module_names=names, class_name="", span=span, parameters=())
 
 
-def test_bottom_up_puts_a_unit_after_all_that_lie_in_it():
+def test_bottom_up_puts_a_unit_after_those_inside_it():
     units = (
         unit(""),
         unit("h.1"),
@@ -194,7 +194,7 @@ def test_one_process_is_not_sharded_and_has_no_precision_policy():
 
 
 @on_ranks
-def test_layout_reads_back_as_planned_and_a_changed_one_is_found():
+def test_layout_reads_back_as_planned_and_changes_are_found():
     meshes = Meshes("cpu")
     model, units, plan = sharded(meshes, "mixed", model=tiny_model("bert"))
     verify_applied(model, plan, units)
@@ -244,7 +244,7 @@ def test_meshes_need_a_process_group():
 
 
 @on_ranks
-def test_plan_that_cannot_be_applied_is_refused_before_anything_is_sharded():
+def test_plan_that_cannot_be_applied_is_refused_before_sharding():
     meshes, fresh = Meshes("cpu"), tiny_model("gpt2")
     model, units, plan = sharded(meshes, "zero3")
     for error, said, refused, its_plan in (
@@ -288,7 +288,7 @@ def test_optimizer_made_before_sharding_keeps_its_groups():
 
 
 @on_ranks
-def test_full_state_is_that_of_the_plain_model_and_loads_into_another_layout():
+def test_full_state_equals_plain_model_and_loads_into_another_layout():
     meshes, plain = Meshes("cpu"), tiny_model("bert")
     model, _, _ = sharded(meshes, "mixed", model=tiny_model("bert"))
     state = full_state_dict(model)

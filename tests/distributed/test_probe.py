@@ -135,7 +135,7 @@ def test_trial_shows_peak_time_and_collectives_and_leaves_nothing(options):
 
 
 @pytest.mark.on_ranks(2)
-def test_trial_on_cuda_is_first_alone_and_memory_that_runs_out_is_told_to_all():
+def test_cuda_trial_runs_alone_first_and_shares_out_of_memory():
     """The way that CUDA goes, on the CPU: rank 1 alone runs out of memory, while rank 0 trains and clips."""
     found = tried("no")
     trial = replace(found.trial, job=replace(found.trial.job, clips_gradients=True))

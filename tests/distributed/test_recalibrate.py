@@ -111,7 +111,7 @@ def same_on_all(found: object) -> bool:
 
 @pytest.mark.slow  # half a minute of trials; tests/unit/preparation/test_recalibrate.py has the rules
 @pytest.mark.on_ranks(2, init=False, timeout_s=200)
-def test_training_after_trials_is_that_of_the_plan_alone_bit_by_bit_and_the_report_tells_them(tmp_path):
+def test_training_after_trials_equals_the_plan_alone_bit_by_bit(tmp_path):
     hardware = preset("cpu", devices_per_node=2)
     osdp = OSDPConfig(
         recalibrate=True, hardware=hardware, memory_limit=LIMIT, micro_batch_size=2, operator_splitting=False,

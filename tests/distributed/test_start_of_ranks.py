@@ -77,7 +77,7 @@ def test_missing_rank_ends_the_others_with_one_line():
 
 
 @pytest.mark.on_ranks(2, init=False, timeout_s=30)
-def test_restart_forms_its_group_in_the_store_of_the_start_before():
+def test_restart_forms_its_group_in_the_earlier_store():
     """Two starts in one store of torchrun's: the second must not find addresses of the first."""
     for _ in range(2):
         form()
@@ -133,7 +133,7 @@ def test_ranks_about_to_run_different_things_stop_with_one_line():
 
 
 @pytest.mark.on_ranks(2, init=False)
-def test_gpus_of_two_kinds_stop_all_ranks_that_train_on_them():
+def test_gpus_of_two_kinds_stop_all_ranks():
     rank = form()
     torch.cuda.is_available, torch.cuda.current_device = lambda: True, lambda: 0
     said = (

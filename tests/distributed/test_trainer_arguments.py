@@ -67,7 +67,7 @@ def test_warning_at_resume_compares_what_the_user_set(tmp_path, batch):
 
 
 @pytest.mark.on_ranks(2, init=False)
-def test_what_changes_after_the_trainer_was_made_counts_or_is_refused(tmp_path):
+def test_later_changes_of_arguments_count_or_are_refused(tmp_path):
     config = OSDPConfig(strategy="fsdp", micro_batch_size=2, hardware=preset("cpu", devices_per_node=2))
     options = {"per_device_train_batch_size": 2, "max_grad_norm": 0.0, "max_steps": 2, "lr_scheduler_type": "constant"}
 

@@ -221,7 +221,7 @@ def test_units_that_only_earlier_micro_steps_use_are_reduced():
 
 
 @pytest.mark.on_ranks(2)
-def test_units_that_no_rank_has_used_yet_may_hold_gradients_in_another_dtype():
+def test_unused_units_may_hold_gradients_in_another_dtype():
     for layout in ("zero3", "replicate"):
         model, plan = sharded(layout, accumulation_steps=2, reduce_every_micro_step=False, policy=HALF)
         for is_last in (False, True):

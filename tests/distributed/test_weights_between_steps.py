@@ -176,7 +176,7 @@ def test_a_rank_that_gathers_alone_is_refused():
 
 
 @pytest.mark.on_ranks(2)
-def test_full_parameters_are_whole_inside_and_shards_with_the_first_ranks_changes_after():
+def test_full_parameters_are_whole_inside_and_shards_after():
     for layout in LAYOUTS:
         model, optimizer, alone, other = pair(layout)
         stepped(model, optimizer, 0)

@@ -120,7 +120,7 @@ def alone(kind: str, steps: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_equals_one_process_replicas_stay_equal_and_states_take_what_is_planned(kind):
+def test_training_equals_one_process_and_states_take_planned_bytes(kind):
     (weights, nbytes, *first), (_, _, *second) = run_ranks(on_ranks, 2, kind, timeout_s=200)
     assert worst(weights, alone(kind, 3)) < (1e-2 if kind == "muon" else 1e-12), (
         "Muon multiplies in bf16, whatever it is given"
@@ -197,7 +197,7 @@ def test_trainer_plans_for_adafactor_resumes_and_equals_the_stock_one(tmp_path, 
 
 
 @pytest.mark.on_ranks(2, init=False)
-def test_accelerate_plans_for_adafactor_beside_adamw_and_a_plain_loop_for_adafactor_by_name():
+def test_accelerate_and_plain_loop_plan_for_adafactor():
     accelerator = OSDPAccelerator(cpu=True, osdp=small_devices(global_batch_size=8))
     model = tiny_model("gpt2")
     matrices, others = [p for p in model.parameters() if p.dim() == 2], [p for p in model.parameters() if p.dim() != 2]
