@@ -1,6 +1,4 @@
-"""Two steps of many architectures under a mixed plan are those of one process: loss, gradient norm, parameters,
-buffers, in float64.
-"""
+"""Two steps of many architectures under a mixed plan are those of one process, in float64."""
 
 from __future__ import annotations
 
@@ -48,7 +46,9 @@ def run_all(names: tuple[str, ...]) -> dict[str, Trained]:
 
 @functools.cache
 def results(slow: bool) -> dict[str, Trained]:
-    return run_ranks(run_all, 2, tuple(name for name in TINY if (name not in KINDS) == slow), timeout_s=200)[0]
+    return run_ranks(
+        run_all, 2, tuple(name for name in TINY if (name not in KINDS) == slow), timeout_s=200, shared=True
+    )[0]
 
 
 @pytest.mark.parametrize(
@@ -60,11 +60,9 @@ def test_two_steps_equal_one_process(name):
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])  # code is generated
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_experts_train_as_alone_while_the_peak_is_measured(compiled):
-    """In float32, where transformers' experts multiply in groups on the CPU; the second step is the one whose peak
-    is measured.
-    """
+    """In float32, where transformers' experts multiply in groups; the peak of the second step is measured."""
     alone, sharded = (tiny_architecture("MixtralForCausalLM").float() for _ in range(2))
     for each in (alone, sharded):
         each.set_experts_implementation("grouped_mm")
@@ -92,7 +90,7 @@ def test_experts_train_as_alone_while_the_peak_is_measured(compiled):
     assert expected[0] - expected[-1] > 0.01, "it learns"
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_batch_norm_stays_in_float32():
     """Weights, running means and gradients, while inputs and outputs are in bf16."""
     model = OptimalShardedDataParallel(

@@ -1,6 +1,4 @@
-"""bitsandbytes' optimizers under a plan: memory, training against one process, checkpoints over plans and worlds,
-what is refused.
-"""
+"""bitsandbytes' optimizers under a plan: memory, training, checkpoints over plans and worlds, what is refused."""
 
 from __future__ import annotations
 
@@ -53,10 +51,8 @@ def made(kind: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
     [("AdamW8bit", ODD_WIDTH), *(pytest.param(k, BLOCKS, marks=pytest.mark.slow) for k in ("AdEMAMix8bit", "Lion"))],
 )
 def test_states_take_the_bytes_that_are_planned_and_two_tables(kind, width):
-    """At the odd width shards have no whole blocks, and those of an embedding fewer elements than quantizing needs
-    of a whole one.
-    """
-    (found, planned), (second, _) = run_ranks(held, 2, made, kind, width, "mixed")
+    """Shards have no whole blocks, and those of an embedding fewer elements than a whole one must have."""
+    (found, planned), (second, _) = run_ranks(held, 2, made, kind, width, "mixed", shared=True)
     quantized = {name for name in planned if "8bit" in kind and gpt2(width).get_parameter(name).numel() >= 4096}
     tables = {name: TABLES * (name in quantized) for name in planned}
     assert {name: max(found[name], second[name]) - tables[name] for name in found} == {
@@ -74,10 +70,10 @@ def test_states_take_the_bytes_that_are_planned_and_two_tables(kind, width):
 )
 def test_training_over_plans_and_worlds_equals_one_process(tmp_path, kind):
     """Where blocks lie inside shards a sharded run is that of one process; a checkpoint of 8 bits rounds once more."""
-    (first, _), _ = run_ranks(chain, 2, made, kind, BLOCKS, str(tmp_path), "mixed", 1, True, 0)
+    (first, _), _ = run_ranks(chain, 2, made, kind, BLOCKS, str(tmp_path), "mixed", 1, True, 0, shared=True)
     assert worst(first, alone(made, kind, BLOCKS, 2)) < 1e-9
-    run_ranks(chain, 1, made, kind, BLOCKS, str(tmp_path), "replicate", 1, False, 2)
-    (weights, states), _ = run_ranks(chain, 2, made, kind, BLOCKS, str(tmp_path), "zero3", 1, True, 4)
+    run_ranks(chain, 1, made, kind, BLOCKS, str(tmp_path), "replicate", 1, False, 2, shared=True)
+    (weights, states), _ = run_ranks(chain, 2, made, kind, BLOCKS, str(tmp_path), "zero3", 1, True, 4, shared=True)
     one = alone(made, kind, BLOCKS, 6)
     if "8bit" in kind:
         exact = alone(made, kind.removesuffix("8bit"), BLOCKS, 6)
@@ -89,13 +85,13 @@ def test_training_over_plans_and_worlds_equals_one_process(tmp_path, kind):
     }
     assert {own["step"] for own in states.values()} == {6}
     if kind == "AdamW8bit":
-        (_, full), _ = run_ranks(chain, 2, made, "AdamW", BLOCKS, str(tmp_path), "zero2", 1, True, 6)
+        (_, full), _ = run_ranks(chain, 2, made, "AdamW", BLOCKS, str(tmp_path), "zero2", 1, True, 6, shared=True)
         assert {own["step"] for own in full.values()} == {8}, "states of 32 bits go on from it"
 
 
 def test_lion_of_8_bits_equals_one_process_but_for_zeros(tmp_path):
     """Keys have no gradient from their biases but rounding, of which Lion takes the sign."""
-    (weights, _), _ = run_ranks(chain, 2, made, "Lion8bit", BLOCKS, str(tmp_path), "mixed", 1, True, 0)
+    (weights, _), _ = run_ranks(chain, 2, made, "Lion8bit", BLOCKS, str(tmp_path), "mixed", 1, True, 0, shared=True)
     one = alone(made, "Lion8bit", BLOCKS, 2)
     assert (
         worst(*({name: value for name, value in of.items() if "c_attn.bias" not in name} for of in (weights, one)))
@@ -112,7 +108,7 @@ def in_a_loop(kind: str) -> dict[str, torch.Tensor]:
 
 
 def test_other_blocks_differ_by_less_than_quantizing_does():
-    weights, _ = run_ranks(in_a_loop, 2, "AdamW8bit")
+    weights, _ = run_ranks(in_a_loop, 2, "AdamW8bit", shared=True)
     one = alone(made, "AdamW8bit", ODD_WIDTH, 6)
     assert 0 < apart(weights, one) < 1.5 * apart(alone(made, "AdamW", ODD_WIDTH, 6), one)
 
@@ -132,8 +128,8 @@ def one_row() -> tuple[torch.Tensor, dict, object]:
 
 
 def test_ranks_without_a_row_pass_by_and_count_steps():
-    (weights, states, _), (_, _, steps) = run_ranks(one_row, 2)
-    ((whole, of_whole, _),) = run_ranks(one_row, 1)
+    (weights, states, _), (_, _, steps) = run_ranks(one_row, 2, shared=True)
+    ((whole, of_whole, _),) = run_ranks(one_row, 1, shared=True)
     assert steps == 3 and worst(weights, whole) == 0.0
     assert all(
         torch.equal(states["state"]["weight"][key], of_whole["state"]["weight"][key]) for key in ("state1", "state2")

@@ -1,6 +1,4 @@
-"""Collectives of our own: every byte where it belongs, whatever the dtype, the number of nodes, and how they are
-issued.
-"""
+"""Collectives of our own: every byte where it belongs, whatever the dtype and the number of nodes."""
 
 from __future__ import annotations
 
@@ -64,7 +62,10 @@ def scattered(scatter, dtype: torch.dtype, op: str) -> float:
 
 @pytest.mark.parametrize(
     "world_size",
-    [pytest.param(4, marks=pytest.mark.on_ranks(nodes=2)), pytest.param(6, marks=pytest.mark.on_ranks(nodes=3))],
+    [
+        pytest.param(4, marks=pytest.mark.on_ranks(nodes=2, shared=True)),
+        pytest.param(6, marks=pytest.mark.on_ranks(nodes=3)),
+    ],
 )
 def test_two_stages_and_one_put_every_byte_in_its_place(world_size):
     topology, rank = find_topology(), dist.get_rank()

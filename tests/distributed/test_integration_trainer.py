@@ -93,9 +93,7 @@ def assert_close(got: dict[str, list[float]], want: dict[str, list[float]], tole
 def trained_and_resumed_as_stock(
     build: Callable[..., torch.nn.Module], args: TrainingArguments, stock: dict[str, list[float]]
 ) -> PlannedTrainer:
-    """Train by a plan of unlike layouts, then again from the checkpoint of step 2, whose states are rounded once
-    more.
-    """
+    """Train by a mixed plan, and again from the checkpoint of step 2, whose states are rounded once more."""
     plan = mixed_plan(build(), 2, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=True)
     trainer = PlannedTrainer(model=build(seed=0), args=args, train_dataset=tokens(), osdp=OSDPConfig(plan=plan))
     trainer.train()
@@ -155,7 +153,7 @@ def in_float32(
         daily=[("SHARDED_STATE_DICT", "bf16")],
     ),
 )
-@pytest.mark.on_ranks(2, init=False)
+@pytest.mark.on_ranks(2, shared=True)
 def test_trainer_resumes_exactly_and_saves_float32_under_hugging_face_names(tmp_path, layout, precision):
     options = {
         "save_strategy": "steps",
@@ -195,7 +193,7 @@ class Overflowing(PlannedTrainer):
         return super().training_step(*args, **kwargs)
 
 
-@pytest.mark.on_ranks(2, init=False)
+@pytest.mark.on_ranks(2, shared=True)
 def test_fp16_overflow_on_one_rank_skips_the_step_on_both(tmp_path):
     trainer = in_float32(tmp_path, Overflowing, fp16=True)
     trainer.train()
@@ -204,7 +202,7 @@ def test_fp16_overflow_on_one_rank_skips_the_step_on_both(tmp_path):
     assert trainer.skipped[3] and found[0] == found[1]
 
 
-@pytest.mark.on_ranks(2, init=False)
+@pytest.mark.on_ranks(2, shared=True)
 def test_trainer_plans_from_its_arguments_and_leaves_them_alone(tmp_path):
     args = arguments(str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2)
     options = {"hardware": preset("cpu", devices_per_node=2), "memory_limit": "1GiB"}
@@ -225,7 +223,7 @@ def stock_loss(tmp_path) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.on_ranks(2, init=False)
+@pytest.mark.on_ranks(2, shared=True)
 def test_evaluation_before_training_changes_nothing(tmp_path, alone, stock_loss):
     args = arguments(str(tmp_path), per_device_train_batch_size=4, per_device_eval_batch_size=4)
     osdp = OSDPConfig(hardware=preset("cpu", devices_per_node=2), strategy="fsdp")
@@ -284,10 +282,10 @@ class CallsModelToSave(PlannedTrainer):
         super()._save(output_dir, state_dict=state_dict)
 
 
-@pytest.mark.on_ranks(2, init=False)
+@pytest.mark.on_ranks(2, shared=True)
 def test_rank_that_saves_may_call_the_model_alone(tmp_path):
-    first = in_float32(tmp_path / "first", kind=CallsModelToSave, save_strategy="steps", save_steps=2)
-    plain = in_float32(tmp_path / "plain")
+    first = in_float32(tmp_path / "first", kind=CallsModelToSave, save_strategy="steps", save_steps=2, max_steps=3)
+    plain = in_float32(tmp_path / "plain", max_steps=3)
     for trainer in (first, plain):
         trainer.train()
     assert history(first) == history(plain)

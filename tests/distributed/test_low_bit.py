@@ -1,6 +1,4 @@
-"""torchao's optimizers with quantized states under a plan: memory, training against one process, checkpoints over
-plans and worlds.
-"""
+"""torchao's optimizers with quantized states: memory, training, checkpoints over plans and worlds."""
 
 from __future__ import annotations
 
@@ -64,7 +62,7 @@ def made(kind: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
     ],
 )
 def test_states_take_planned_bytes_on_the_rank_with_most(kind, width):
-    ranks = run_ranks(held, 2, made, kind, width, "mixed", timeout_s=300)
+    ranks = run_ranks(held, 2, made, kind, width, "mixed", timeout_s=300, shared=True)
     (first, planned), (second, _) = ranks
     assert {name: max(first[name], second[name]) for name in first} == {name: planned[name] for name in first}
     quantized = sum(planned.values()) / sum(16 * p.numel() for p in gpt2(width).parameters())
@@ -75,14 +73,16 @@ def test_states_take_planned_bytes_on_the_rank_with_most(kind, width):
     "kind", ["AdamWFp8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("AdamW8bit", "AdamW4bit"))]
 )
 def test_training_over_plans_worlds_and_slices_equals_one_process(tmp_path, kind):
-    """Where blocks lie inside shards a sharded run quantizes as one process does; a checkpoint rounds once more,
-    but for Fp8.
-    """
-    (first, _), _ = run_ranks(chain, 2, made, kind, WIDTH, str(tmp_path), "mixed", 1, True, 0, timeout_s=300)
+    """Blocks inside shards are quantized as in one process; a checkpoint rounds once more, but for Fp8."""
+    (first, _), _ = run_ranks(
+        chain, 2, made, kind, WIDTH, str(tmp_path), "mixed", 1, True, 0, timeout_s=300, shared=True
+    )
     if kind != "AdamW4bit":  # whose blocks of 128 fill an embedding that is too small in shards
         assert worst(first, alone(made, kind, WIDTH, 2)) < 1e-6
-    run_ranks(chain, 1, made, kind, WIDTH, str(tmp_path), "replicate", 2, False, 2, timeout_s=300)
-    (weights, states), _ = run_ranks(chain, 2, made, kind, WIDTH, str(tmp_path), "zero3", 1, True, 4, timeout_s=300)
+    run_ranks(chain, 1, made, kind, WIDTH, str(tmp_path), "replicate", 2, False, 2, timeout_s=300, shared=True)
+    (weights, states), _ = run_ranks(
+        chain, 2, made, kind, WIDTH, str(tmp_path), "zero3", 1, True, 4, timeout_s=300, shared=True
+    )
     one = alone(made, kind, WIDTH, 6)
     if kind == "AdamWFp8":
         assert worst(weights, one) < 1e-6
@@ -92,7 +92,9 @@ def test_training_over_plans_worlds_and_slices_equals_one_process(tmp_path, kind
         torch.float32,
         torch.float64,
     }
-    (_, exact), _ = run_ranks(chain, 2, made, "AdamW", WIDTH, str(tmp_path), "zero2", 1, True, 6, timeout_s=300)
+    (_, exact), _ = run_ranks(
+        chain, 2, made, "AdamW", WIDTH, str(tmp_path), "zero2", 1, True, 6, timeout_s=300, shared=True
+    )
     assert states.keys() == exact.keys() and Path(tmp_path / "8").is_dir(), "AdamW goes on from it"
 
 
@@ -104,7 +106,7 @@ def odd(kind: str) -> dict[str, torch.Tensor]:
 
 
 def test_other_blocks_differ_by_less_than_quantizing_does():
-    weights, _ = run_ranks(odd, 2, "AdamW8bit", timeout_s=300)
+    weights, _ = run_ranks(odd, 2, "AdamW8bit", timeout_s=300, shared=True)
     one = alone(made, "AdamW8bit", ODD_WIDTH, 6)
     assert 0 < apart(weights, one) < 1.5 * apart(alone(made, "AdamW", ODD_WIDTH, 6), one)
 

@@ -1,6 +1,4 @@
-"""torch's Muon on shards: the training of one process, checkpoints, what a step holds and sends, and plans that
-shard for it.
-"""
+"""torch's Muon on shards: training, checkpoints, what a step holds and sends, and plans that shard for it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""One process in bf16: what is estimated is what runs, Accelerate's autocast, or FSDP2 where units live on the
-host.
-"""
+"""One process in bf16 is estimated as it runs: under autocast, or FSDP2 where units live on the host."""
 
 from __future__ import annotations
 

@@ -138,9 +138,7 @@ def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
 
 @pytest.mark.slow
 def test_a_run_goes_on_by_a_safer_plan(tmp_path):
-    """The same losses as without the shortage: the steps after the last checkpoint are taken again, under another
-    plan.
-    """
+    """The steps after the last checkpoint are taken again under another plan, with the same losses."""
     undisturbed = train(tmp_path, "undisturbed", on_oom="raise", fails=False)
     done = train(tmp_path, "replan", on_oom="replan", fails=True, restarts=1)
     assert losses(done) == pytest.approx(losses(undisturbed), rel=1e-3) and len(losses(done)) == 8

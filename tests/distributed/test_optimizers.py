@@ -180,7 +180,7 @@ def apart(model: nn.Module, others: Iterable[torch.Tensor]) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in zip(whole, others, strict=True))
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_every_allowed_optimizer_trains_as_one_process_does():
     assert len(ELEMENT_WISE) == 10
     for cls in (*ELEMENT_WISE, torch.optim.Rprop, SignOfMomentum):
@@ -193,7 +193,7 @@ def test_every_allowed_optimizer_trains_as_one_process_does():
         assert apart(model, alone.parameters()) < 1e-12, cls
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_others_are_refused_before_their_first_plain_loop_step():
     model, alone = sharded()
     prepare_new_optimizers(model, lambda module, optimizer: None)
@@ -211,7 +211,7 @@ def note(text: str) -> Finding:
     return Finding(Check.PLAN, Severity.NOTE, text)
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_findings_of_one_rank_stop_all_and_notes_stand_once():
     rank = dist.get_rank()
     with pytest.raises(PreflightError, match=r"^On rank 1: Bad here\.$"):

@@ -145,7 +145,7 @@ def test_the_scaler_is_public_and_off_without_fp16():
     assert given().grad_scaler(enabled=True, init_scale=8.0).get_scale() == 8
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_fp16_in_plain_loop_skips_same_steps_on_every_rank():
     """The docstring's loop; one rank's shard overflows before the second of three steps."""
     model = tiny_model("gpt2", dtype=torch.float32)

@@ -1,6 +1,4 @@
-"""The parts of a step, each against plain torch on 4 ranks: norm and clipping, loss scaling, optimizers, state,
-order, read-back.
-"""
+"""Parts of a step against plain torch on 4 ranks: clipping, scaling, optimizers, state, order, read-back."""
 
 from __future__ import annotations
 
@@ -29,13 +27,14 @@ from tests.helpers.checkpointed import worst
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import MODELS, tiny_batch, tiny_loss, tiny_model
 from tests.helpers.read_back import read_back, verify_applied
+from tests.helpers.sampling import slow_but
 from tests.helpers.training import MAX_NORM
 
 WORLD_SIZE = 4
 NORM_TYPES = (1.0, 2.0, math.inf)
 ADAMW = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 BLOCK = "transformer.h.{}.mlp.c_fc.weight"
-on_ranks = pytest.mark.on_ranks(WORLD_SIZE)
+on_ranks = pytest.mark.on_ranks(WORLD_SIZE, shared=True)
 
 
 def sharded(meshes: Meshes, layout: str, *, model: torch.nn.Module | None = None, on_host: bool = False):
@@ -66,8 +65,9 @@ def clipped_alone(norm_type: float) -> tuple[torch.Tensor, dict[str, torch.Tenso
 @on_ranks
 def test_clipping_equals_torch_on_whole_gradients():
     meshes = Meshes("cpu")
-    for layout, norm_type in itertools.product(("mixed", "zero3"), NORM_TYPES):
-        model, _, _ = sharded(meshes, layout, model=tiny_model("bert"))
+    models = {layout: sharded(meshes, layout, model=tiny_model("bert"))[0] for layout in ("mixed", "zero3")}
+    for (layout, model), norm_type in itertools.product(models.items(), NORM_TYPES):
+        model.zero_grad()
         tiny_loss(model, my_batch()).backward()
         norm = clip_grad_norm_(model.parameters(), MAX_NORM, norm_type)
         wanted, grads = clipped_alone(norm_type)
@@ -127,14 +127,16 @@ def scaled(meshes: Meshes, name: str, unscale: bool) -> tuple[list[float], list[
     return scales, moved, full_state_dict(model)
 
 
+@pytest.mark.parametrize(
+    ("name", "unscale"),
+    slow_but([("plain", True), ("foreach", False), ("fused", True)], daily=[("foreach", False), ("fused", True)]),
+)
 @on_ranks
-def test_scaler_skips_the_same_steps_on_every_rank():
+def test_scaler_skips_the_same_steps_on_every_rank(name, unscale):
     """Before the second and fourth, one rank's shard overflows in a unit of another mesh than the first gradient's."""
-    meshes = Meshes("cpu")
-    for name, unscale in (("plain", True), ("foreach", False), ("fused", True)):
-        scales, moved, state = scaled(meshes, name, unscale)
-        assert scales == [1024, 512, 512, 256, 256] and moved == [True, False, True, False, True], (name, unscale)
-        assert dist.get_rank() or worst(state, scaled_alone(ADAMW[name], unscale)) < 1e-12, (name, unscale)
+    scales, moved, state = scaled(Meshes("cpu"), name, unscale)
+    assert scales == [1024, 512, 512, 256, 256] and moved == [True, False, True, False, True]
+    assert dist.get_rank() or worst(state, scaled_alone(ADAMW[name], unscale)) < 1e-12
 
 
 def test_scaler_refuses_float16_gradients():

@@ -71,9 +71,7 @@ class Tried:
 
 
 def tried(precision: str, *, checkpointing: bool = False, on_meta: bool = False) -> Tried:
-    """Try a mixed plan, and check that nothing is left behind and that estimate, trial and a trial without
-    collectives agree.
-    """
+    """Try a mixed plan: nothing is left behind; estimate, trial and a trial without collectives agree."""
     model, world = model_of().eval(), dist.get_world_size()
     plan = mixed_plan(model, world, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=True)
     optimizer = OptimizerSpec(step=OptimizerStep.FOR_LOOP)

@@ -1,6 +1,4 @@
-"""recalibrate on two ranks: what runs was tried, the training is the one that the plan alone would give, and it is
-told.
-"""
+"""recalibrate on two ranks: what runs was tried, and trains as the plan alone does."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`python -m hf_osdp.run`: scripts that do not know hf_osdp train under a plan, as the stock classes train in one
-process.
-"""
+"""`python -m hf_osdp.run`: scripts that do not know hf_osdp train under a plan as in one process."""
 
 from __future__ import annotations
 

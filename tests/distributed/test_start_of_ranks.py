@@ -1,6 +1,4 @@
-"""Ranks at the start: versions, models, options and devices that differ stop all with one line; a restart finds an
-empty store.
-"""
+"""Ranks that start with other versions, models, options or devices stop with one line."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ def refusal(form_group: Callable[[], object]) -> str:
 
 
 def all_ways(before: bool) -> list[str]:
-    """While rank 1 says that it has another torch: refused; when it does not: training; when it does again, with a
-    group: refused.
-    """
+    """Rank 1 has another torch: refused; the same: trains; another, with a group: refused."""
     rank, true_versions = int(os.environ["RANK"]), package_versions()
     other = {**true_versions, "torch": "1.0" if rank == 1 else true_versions["torch"]}
     refused = []

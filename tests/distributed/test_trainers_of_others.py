@@ -1,6 +1,4 @@
-"""TRL's trainers on two ranks: what a plan estimates is what the step takes, reference models and their own losses
-included.
-"""
+"""TRL's trainers on two ranks take what the plan estimates, with reference models and their own losses."""
 
 from __future__ import annotations
 
