@@ -161,8 +161,6 @@ class _SharedRanks:
         _wait(self._ranks, timeout_s, done=lambda: all(path.exists() for path in written))
         if not all(path.exists() for path in written):
             raise _failure(self._ranks, timeout_s)
-            str((fn.__name__, [pickle.loads(p.read_bytes())[1] for p in written][:1])) + "\n"
-        )
         results, changed = zip(*(pickle.loads(path.read_bytes()) for path in written), strict=True)
         return [pickle.loads(result) for result in results], not any(changed)
 
@@ -173,9 +171,7 @@ _MOST_SHARED = 3
 _LONGEST_S = 24 * 3600.0
 
 
-def _call_shared(
-    fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float, size: tuple[int, int]
-) -> list[Any]:
+def _call_shared(fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float, size: tuple[int, int]) -> list[Any]:
     _check_importable(fn)
     ranks, goes_on = _SHARED.pop(size, None) or _SharedRanks(*size), False
     try:
