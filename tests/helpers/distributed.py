@@ -157,7 +157,8 @@ class _SharedRanks:
         """What each rank returned, and whether the ranks can serve another call."""
         number, self._calls = self._calls, self._calls + 1
         written = [self._folder / f"done{number}.{rank}" for rank in range(len(self._ranks))]
-        write(self._folder / f"call{number}", pickle.dumps((timeout_s, pickle.dumps(fn), pickle.dumps(args))))
+        call = (timeout_s, dict(os.environ), pickle.dumps(fn), pickle.dumps(args))
+        write(self._folder / f"call{number}", pickle.dumps(call))
         _wait(self._ranks, timeout_s, done=lambda: all(path.exists() for path in written))
         if not all(path.exists() for path in written):
             raise _failure(self._ranks, timeout_s)
@@ -279,13 +280,13 @@ def _new_process(folder: Path, rank: int, env: Mapping[str, str]) -> Rank:
 
 
 def _fork(folder: Path, rank: int, env: Mapping[str, str]) -> Rank:
-    pid = _ask({"folder": str(folder), "rank": rank, "env": env})
-    return Rank(folder, rank, pid, lambda: _ask({"pid": pid}))
+    server = _server(os.environ.get("OSDP_TEST_PRELOAD", ""))
+    pid = _ask(server, {"folder": str(folder), "rank": rank, "env": env})
+    return Rank(folder, rank, pid, lambda: _ask(server, {"pid": pid}))
 
 
-def _ask(request: dict[str, Any]) -> Any:
+def _ask(process: subprocess.Popen, request: dict[str, Any]) -> Any:
     """One question to the process whose forks the ranks are."""
-    process = _server(os.environ.get("OSDP_TEST_PRELOAD", ""))
     process.stdin.write(json.dumps(request).encode() + b"\n")
     process.stdin.flush()
     line = process.stdout.readline()

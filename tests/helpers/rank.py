@@ -15,6 +15,7 @@ import json
 import os
 import pickle
 import random
+import signal
 import sys
 import threading
 import time
@@ -135,19 +136,21 @@ def serve_calls(folder: str) -> None:
     import torch.distributed as dist
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    rank, random_state, environment = dist.get_rank(), torch.get_rng_state(), dict(os.environ)
+    rank, random_state, folder_before, own = dist.get_rank(), torch.get_rng_state(), os.getcwd(), dict(os.environ)
     for number in itertools.count():
         faulthandler.cancel_dump_traceback_later()
         while not (path := Path(folder) / f"call{number}").exists():
             time.sleep(0.005)
-        timeout_s, fn, args = pickle.loads(path.read_bytes())
+        timeout_s, environment, fn, args = pickle.loads(path.read_bytes())
         faulthandler.dump_traceback_later(timeout_s, exit=True)
-        torch.set_rng_state(random_state)
+        if number == 0:  # what makes a rank of it stays
+            own = {name: value for name, value in own.items() if environment.get(name) != value}
         os.environ.clear()
-        os.environ.update(environment)
-        for state in (AcceleratorState, GradientState):
+        os.environ.update({**environment, **own})
+        os.chdir(folder_before)
+        torch.set_rng_state(random_state)
+        for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
-        PartialState._reset_state()
         call = pickle.loads(fn)  # imports the test's module
         before = _replaceable()
         result = pickle.dumps(call(*pickle.loads(args)))
@@ -182,7 +185,14 @@ def _replaceable() -> dict[str, dict[str, Any]]:
     hooks |= {name: sum("<locals>" in getattr(hook, "__qualname__", "<locals>") for hook in getattr(step_hooks, name))
               for name in ("before_step", "after_step")}  # fmt: skip
     found: dict[str, dict[str, Any]] = {
-        "torch's state": {"dtype": torch.get_default_dtype(), "grad": torch.is_grad_enabled(), **hooks},
+        "torch's state": {
+            "dtype": torch.get_default_dtype(),
+            "grad": torch.is_grad_enabled(),
+            "threads": torch.get_num_threads(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "SIGTERM": signal.getsignal(signal.SIGTERM),
+            **hooks,
+        },
     }
     for name, module in list(sys.modules.items()):
         if name in _WATCHED or name.startswith(("hf_osdp", "tests.")):
