@@ -134,12 +134,10 @@ def test_blocks_with_batch_norm_are_not_recomputed_but_offloaded():
     with pytest.raises(ValueError, match="no block of this model can be recomputed: it has batch normalisation"):
         search(
             problem(
-                description,
-                preset("h100", devices_per_node=2),
-                TrainingJob(global_batch_size=8, recompute=True),
+                description, preset("h100", devices_per_node=2), TrainingJob(global_batch_size=8, recompute=True),
                 2**40,
-            )
-        )
+            ),
+        )  # fmt: skip
     with pytest.raises(CheckpointingError, match="has batch normalisation, whose running statistics"):
         describe(model, sequence_length=1, activation_checkpointing=True)
 

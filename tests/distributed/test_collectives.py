@@ -97,11 +97,8 @@ def test_two_stages_and_one_put_every_byte_in_its_place(world_size):
             )
     assert heard[:2] == [("two_stage_all_gather", world_size, world_size * NUMEL * 8), ("end", 0, 0)]
     assert {name for name, _, _ in heard} == {
-        "two_stage_all_gather",
-        "two_stage_reduce_scatter",
-        "reduce_scatter",
-        "end",
-    }
+        "two_stage_all_gather", "two_stage_reduce_scatter", "reduce_scatter", "end",
+    }  # fmt: skip
 
 
 def test_stages_of_half_the_world_end_with_the_plan():

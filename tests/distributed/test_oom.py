@@ -163,12 +163,3 @@ def test_without_replan_all_ranks_end_with_the_error(tmp_path):
         r"OutOfMemoryError: Out of memory on rank 1 .* The next plan, for memory_limit=\d+, .*\. \(Tried to",
         done.stderr,
     )
-
-
-@pytest.mark.slow
-def test_replan_without_restarts_left_names_the_option(tmp_path):
-    done = train(tmp_path, "no restarts", on_oom="replan", fails=True)
-    assert (
-        done.returncode != 0
-        and "cannot restart: the launcher has no restarts left; start it with --max-restarts 3" in done.stderr
-    )

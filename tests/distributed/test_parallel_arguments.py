@@ -26,12 +26,9 @@ from tests.helpers.layouts import plan_of
 from tests.helpers.models import SAMPLES, SEQUENCE_LENGTH, tiny_batch, tiny_loss, tiny_model
 
 PLANNING = {
-    "sequence_length": SEQUENCE_LENGTH,
-    "global_batch_size": SAMPLES,
-    "hardware": "cpu",
-    "compare": False,
+    "sequence_length": SEQUENCE_LENGTH, "global_batch_size": SAMPLES, "hardware": "cpu", "compare": False,
     "operator_splitting": False,
-}
+}  # fmt: skip
 
 
 def planned(model: nn.Module | None = None, optimizer: Any = None, **options: Any) -> OptimalShardedDataParallel:

@@ -157,14 +157,8 @@ def unit(*names: str, span: GatherSpan = GatherSpan.USE) -> UnitDescription:
 
 def test_bottom_up_puts_a_unit_after_those_inside_it():
     units = (
-        unit(""),
-        unit("h.1"),
-        unit("h.1.mlp"),
-        unit("h.10"),
-        unit("wte", "h.1.mlp.fc"),
-        unit("h"),
-        unit("h.1.attn.q"),
-    )
+        unit(""), unit("h.1"), unit("h.1.mlp"), unit("h.10"), unit("wte", "h.1.mlp.fc"), unit("h"), unit("h.1.attn.q"),
+    )  # fmt: skip
     order = [u.fqn for u in bottom_up(units)]
     assert order[-1] == "" and sorted(order) == sorted(u.fqn for u in units)
     for inner, outer in [
@@ -201,17 +195,16 @@ def test_layout_reads_back_as_planned_and_changes_are_found():
     model, units, plan = sharded(meshes, "mixed", model=tiny_model("bert"))
     verify_applied(model, plan, units)
     read = read_back(model, units)
-    assert {one.shard_size for one in read} == {1, 2, 4} and {one.reshard_after_forward for one in read} == {
+    assert {one.shard_size for one in read} == {1, 2, 4}
+    assert {one.reshard_after_forward for one in read} == {
         True,
         False,
     }
     for one, planned, described in zip(read, plan.units, units, strict=True):
         kept = not planned.reshard_after_forward or described.span is not GatherSpan.USE
-        assert (one.shard_size, one.stage_size, one.reshard_after_forward) == (
-            planned.shard_size,
-            planned.stage_size,
-            not kept,
-        )
+        assert (
+            one.shard_size, one.stage_size, one.reshard_after_forward,
+        ) == (planned.shard_size, planned.stage_size, not kept)  # fmt: skip
     with pytest.raises(PlanMismatchError, match="units differ"):
         verify_applied(model, plan_of(units, WORLD_SIZE, "zero3"), units)
     tampered = next(
@@ -266,9 +259,8 @@ def test_plan_that_cannot_be_applied_is_refused_before_sharding():
 def test_optimizer_made_before_sharding_keeps_its_groups():
     model = tiny_model("gpt2")
     decay, rest = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
-    optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.25}, {"params": rest, "lr": 0.5, "weight_decay": 0.0}], lr=1e-3
-    )
+    groups = [{"params": decay, "weight_decay": 0.25}, {"params": rest, "lr": 0.5, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     names = parameter_names(model)
     before = [[names[p] for p in group["params"]] for group in optimizer.param_groups]

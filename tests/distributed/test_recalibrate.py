@@ -86,13 +86,10 @@ def plain_loop() -> dict:
     model = OptimalShardedDataParallel(
         tiny_model(),
         OSDPConfig(
-            memory_limit=LIMIT,
-            sequence_length=LENGTH,
-            global_batch_size=8,
-            recalibrate=True,
+            memory_limit=LIMIT, sequence_length=LENGTH, global_batch_size=8, recalibrate=True,
             hardware=preset("cpu", devices_per_node=2),
         ),
-    )
+    )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters())
     batch = torch.stack([row["input_ids"] for row in tokens(model.plan.micro_batch_size)])
     for _ in range(8):
