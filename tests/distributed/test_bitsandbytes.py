@@ -22,6 +22,7 @@ from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict
 from tests.helpers.checkpointed import worst
 from tests.helpers.distributed import run_ranks
 from tests.helpers.low_bit import ODD_WIDTH, alone, apart, chain, gpt2, held, sharded
+from tests.helpers.sampling import slow_but
 from tests.helpers.training import trained
 
 from .test_integration_trainer import StockTrainer, arguments, history, tokens, trained_and_resumed_as_stock
@@ -47,8 +48,10 @@ def made(kind: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("kind", "width"),
-    [("AdamW8bit", ODD_WIDTH), *(pytest.param(k, BLOCKS, marks=pytest.mark.slow) for k in ("AdEMAMix8bit", "Lion"))],
+    "kind, width",
+    slow_but(
+        {"AdamW8bit": ODD_WIDTH, "AdEMAMix8bit": BLOCKS, "Lion": BLOCKS}.items(), daily=[("AdamW8bit", ODD_WIDTH)]
+    ),
 )
 def test_states_take_the_bytes_that_are_planned_and_two_tables(kind, width):
     """Shards have no whole blocks, and those of an embedding fewer elements than a whole one must have."""
@@ -62,11 +65,7 @@ def test_states_take_the_bytes_that_are_planned_and_two_tables(kind, width):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        "AdamW8bit",
-        *(pytest.param(k, marks=pytest.mark.slow) for k in ("AdEMAMix8bit", "RMSprop8bit", "AdEMAMix", "RMSprop")),
-    ],
+    "kind", slow_but(("AdamW8bit", "AdEMAMix8bit", "RMSprop8bit", "AdEMAMix", "RMSprop"), daily=("AdamW8bit",))
 )
 def test_training_over_plans_and_worlds_equals_one_process(tmp_path, kind):
     """Where blocks lie inside shards a sharded run is that of one process; a checkpoint of 8 bits rounds once more."""

@@ -28,6 +28,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import mixed_plan
 from tests.helpers.low_bit import ODD_WIDTH, WIDTH, alone, apart, chain, eagerly, gpt2, held, sharded
 from tests.helpers.problems import run_job
+from tests.helpers.sampling import slow_but
 from tests.helpers.training import trained
 
 from .test_integration_trainer import (
@@ -55,11 +56,10 @@ def made(kind: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("kind", "width"),
-    [
-        ("AdamW8bit", WIDTH),
-        *(pytest.param(kind, ODD_WIDTH, marks=pytest.mark.slow) for kind in ("AdamWFp8", "AdamW4bit")),
-    ],
+    "kind, width",
+    slow_but(
+        {"AdamW8bit": WIDTH, "AdamWFp8": ODD_WIDTH, "AdamW4bit": ODD_WIDTH}.items(), daily=[("AdamW8bit", WIDTH)]
+    ),
 )
 def test_states_take_planned_bytes_on_the_rank_with_most(kind, width):
     ranks = run_ranks(held, 2, made, kind, width, "mixed", timeout_s=300, shared=True)
@@ -69,9 +69,7 @@ def test_states_take_planned_bytes_on_the_rank_with_most(kind, width):
     assert quantized < 0.5, "most states are quantized"
 
 
-@pytest.mark.parametrize(
-    "kind", ["AdamWFp8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("AdamW8bit", "AdamW4bit"))]
-)
+@pytest.mark.parametrize("kind", slow_but(("AdamWFp8", "AdamW8bit", "AdamW4bit"), daily=("AdamWFp8",)))
 def test_training_over_plans_worlds_and_slices_equals_one_process(tmp_path, kind):
     """Blocks inside shards are quantized as in one process; a checkpoint rounds once more, but for Fp8."""
     (first, _), _ = run_ranks(
