@@ -151,17 +151,20 @@ class _SharedRanks:
         self.closing = ExitStack()
         self._folder = Path(self.closing.enter_context(tempfile.TemporaryDirectory(prefix="hf_osdp_calls_")))
         ranks = ranks_of(serve_calls, world_size, str(self._folder), timeout_s=_LONGEST_S, nodes=nodes)
-        self._ranks, self._calls = self.closing.enter_context(ranks), 0
+        self._ranks, self._served = self.closing.enter_context(ranks), list[str]()
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> tuple[list[Any], bool]:
         """What each rank returned, and whether the ranks can serve another call."""
-        number, self._calls = self._calls, self._calls + 1
+        number = len(self._served)
         written = [self._folder / f"done{number}.{rank}" for rank in range(len(self._ranks))]
         call = (timeout_s, dict(os.environ), pickle.dumps(fn), pickle.dumps(args))
         write(self._folder / f"call{number}", pickle.dumps(call))
         _wait(self._ranks, timeout_s, done=lambda: all(path.exists() for path in written))
         if not all(path.exists() for path in written):
-            raise _failure(self._ranks, timeout_s)
+            error = _failure(self._ranks, timeout_s)
+            error.args = (f"{error}\nThese ranks had served: {', '.join(self._served) or 'nothing'}.",)
+            raise error
+        self._served.append(fn.__qualname__)
         results, changed = zip(*(pickle.loads(path.read_bytes()) for path in written), strict=True)
         return [pickle.loads(result) for result in results], not any(changed)
 
