@@ -54,7 +54,7 @@ def test_on_rank_zero_raises_its_error_on_every_rank():
 
 
 @pytest.mark.on_ranks(3, shared=True)
-def test_on_rank_zero_ends_all_ranks_for_interrupts_and_unpicklable_results():
+def test_on_rank_zero_ends_all_for_interrupts_and_unpicklable_results():
     with pytest.raises(OSDPError):
         on_rank_zero(lambda: lambda: "a local function cannot be pickled")
     with pytest.raises(KeyboardInterrupt if dist.get_rank() == 0 else OSDPError):
