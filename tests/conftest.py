@@ -41,6 +41,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Call a test with the mark `on_ranks` on each rank in place of this process.
 
     The mark's arguments are those of `run_ranks`; without a number of ranks, the test's argument `world_size` is it.
+    With `shared=True` the ranks have run other tests before.
     """
     mark = pyfuncitem.get_closest_marker("on_ranks")
     if mark is None:

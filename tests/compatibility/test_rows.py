@@ -23,7 +23,7 @@ TRAINED_ELSEWHERE = {
     "Accelerate loops: the loss reads the head's weight", "Models: a plain nn.Module with blocks", "PEFT: LoRA",
     "Models: ViTForImageClassification", "Plain PyTorch loops: a module that is not from transformers",
     "Ranks that run different modules: a block for each task; ranks train and evaluate different ones",
-    "Trainer: optimizers and schedules: optim=adafactor",
+    "PEFT: QLoRA, base in 4 bits", "Trainer: optimizers and schedules: optim=adafactor",
     "TRL: SFT, untied head",
     "Saving and using the model: model.save_pretrained", "Trainer: options: accelerator_config: num_steps=2",
     "Trainer: options: accelerator_config: split_batches", "Trainer: options: auto_find_batch_size",

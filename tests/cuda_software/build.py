@@ -88,12 +88,8 @@ def _headers(python: Path, headers: Path) -> None:
 def _compile_values(torch: Path, headers: Path, into: Path) -> subprocess.Popen[bytes]:
     """Begin to compile what computes in place of kernels, which takes longest."""
     folders = (
-        torch / "include",
-        torch / "include/torch/csrc/api/include",
-        HERE / "device",
-        HERE / "device/shim",
-        headers,
-    )
+        torch / "include", torch / "include/torch/csrc/api/include", HERE / "device", HERE / "device/shim", headers,
+    )  # fmt: skip
     words = ["g++", "-std=c++20", "-O1", "-w", "-fPIC", *(f"-I{folder}" for folder in folders)]
     return subprocess.Popen([*words, "-c", str(HERE / "device" / "values.cpp"), "-o", str(into)])
 

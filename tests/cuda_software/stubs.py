@@ -76,18 +76,9 @@ def _build(soname: str, wanted: dict[str, str], by_name: set[str], into: Path, i
     stem = soname.partition(".so")[0]
     short = stem.removeprefix("lib").replace("-", "_")
     flags = [
-        "-fPIC",
-        "-O1",
-        "-w",
-        "-Werror=implicit-function-declaration",
-        "-I",
-        DEVICE,
-        "-I",
-        DEVICE / "shim",
-        "-I",
-        include,
-        f"-DFAKE_{short}",
-    ]
+        "-fPIC", "-O1", "-w", "-Werror=implicit-function-declaration", "-I", DEVICE, "-I", DEVICE / "shim", "-I",
+        include, f"-DFAKE_{short}",
+    ]  # fmt: skip
     objects = []
     for source in _SOURCES.get(stem + ".so", ("answers.c",)):
         objects.append(into / f"{short}.{source}.o")

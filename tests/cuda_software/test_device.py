@@ -108,7 +108,7 @@ def softened(device):
     return [t.detach().cpu() for t in (chances, logs, scores.grad)]
 
 
-def test_softmax_of_half_values_to_floats_is_that_of_the_cpu():
+def test_softmax_of_half_values_to_floats_equals_the_cpu():
     for found, wanted in zip(on_devices(softened, 1, "cuda")[0], softened("cpu"), strict=True):
         assert found.dtype == wanted.dtype
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-6)

@@ -72,7 +72,7 @@ def test_workspaces_of_matrix_products_are_freed_and_made_again():
 
 
 @pytest.mark.parametrize("made_before", [False, True])
-def test_measured_peak_is_the_estimated_one_whether_workspaces_were_there_before(made_before):
+def test_measured_peak_is_estimated_with_and_without_earlier_workspaces(made_before):
     with fake_process_group(gpu_memory.WORLD):
         setting = gpu_memory.setting_of("small", SMALL, "no", torch.device("cuda", 0))
         plan = gpu_memory.plan_of(setting, "mixed")

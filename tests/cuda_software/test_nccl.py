@@ -119,7 +119,7 @@ def test_collective_without_a_peer_times_out_in_torch():
     assert "Watchdog caught collective operation timeout" in str(failure.value)
 
 
-def test_collective_without_a_peer_fails_at_the_devices_own_limit_where_nothing_is_late():
+def test_collective_without_peer_fails_at_the_devices_own_limit():
     with pytest.raises(RankFailure) as failure:
         on_devices(missing, 2, 10.0, env={"FAKE_NCCL_TIMEOUT_S": "2"})
     assert failure.value.rank == 0 and failure.value.error_type == "DistBackendError"

@@ -78,7 +78,7 @@ def looped(folder, resumes):
     return losses, model.full_state_dict(), device.type
 
 
-def test_plain_loop_and_its_checkpoints_in_the_background_are_those_over_gloo(tmp_path):
+def test_plain_loop_and_background_checkpoints_equal_those_over_gloo(tmp_path):
     found = {}
     for name, run, how in (("cpu", run_ranks, {"init": False}), ("cuda", on_devices, {"joins": False, **WATCHED})):
         whole = run(looped, 2, str(tmp_path / name), False, **how)[0]
@@ -133,7 +133,7 @@ def test_profile_measures_the_device_and_blocks_of_a_model(model, tmp_path, proc
     assert found.micro_batch_sizes == (1, 2)
 
 
-def test_memory_that_runs_out_is_explained_and_training_goes_on_by_a_safer_plan(monkeypatch):
+def test_out_of_memory_is_explained_and_a_safer_plan_trains(monkeypatch):
     """The allocator refuses memory in the first start, and the launcher starts the program again.
 
     Without torch's sanitizer: its hook loses the exception with which torch's checkpoint ends a recomputation early.

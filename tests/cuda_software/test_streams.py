@@ -26,11 +26,11 @@ def product_on_a_stream(waits):
     return (product + 0).tolist()
 
 
-def test_late_work_on_another_stream_is_done_where_it_is_waited_for():
+def test_late_work_on_another_stream_is_done_once_awaited():
     assert on_devices(product_on_a_stream, 1, True, late="all") == [[10.0] * 4]
 
 
-def test_late_work_on_another_stream_is_missing_where_it_is_not():
+def test_late_work_on_another_stream_is_missing_before_waiting():
     assert on_devices(product_on_a_stream, 1, False, late="all") == [[0.0] * 4]
 
 
@@ -43,7 +43,7 @@ def copied_out(waits):
     return kept.tolist()
 
 
-def test_late_copy_to_page_locked_memory_is_there_once_the_host_has_waited():
+def test_late_copy_to_page_locked_memory_is_there_once_awaited():
     assert on_devices(copied_out, 1, True, late="all") == [[1.0] * 4]
     assert on_devices(copied_out, 1, False, late="all") == [[0.0] * 4]
 
@@ -59,7 +59,7 @@ def copied_in():
     return found
 
 
-def test_late_copy_reads_page_locked_memory_late_and_pageable_memory_at_once():
+def test_late_copy_reads_only_page_locked_memory_late():
     assert on_devices(copied_in, 1, late="all") == [[[0.0] * 4, [1.0] * 4]]
 
 
@@ -94,11 +94,11 @@ def freed_while_read(records):
     return again.data_ptr() == address, summed.item()
 
 
-def test_memory_that_another_stream_reads_late_is_kept_from_others_by_record_stream():
+def test_record_stream_keeps_memory_that_another_stream_reads_late():
     assert on_devices(freed_while_read, 1, True, late="all") == [(False, float(1 << 16))]
 
 
-def test_memory_that_another_stream_reads_late_is_overwritten_without_record_stream():
+def test_memory_read_late_is_overwritten_without_record_stream():
     assert on_devices(freed_while_read, 1, False, late="all") == [(True, 0.0)]
 
 
@@ -159,7 +159,7 @@ def equal(one, other):
 
 @pytest.mark.parametrize("late", ["main", "side"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_late_streams_change_nothing_in_our_trainings_and_the_sanitizer_reports_nothing(name, late):
+def test_late_streams_change_no_training_and_sanitizer_reports_nothing(name, late):
     assert equal(on_devices(trained, 2, name, late=late, sanitizes=late == "main")[0], prompt(name))
 
 

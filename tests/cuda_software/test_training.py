@@ -38,5 +38,5 @@ def test_four_processes_train_as_over_gloo(names):
     check(4, names, steps=2)
 
 
-def test_16_bits_over_nccl_are_those_over_gloo_where_kernels_are_the_same():
+def test_16_bits_over_nccl_equal_gloo_where_kernels_agree():
     check(4, ("bf16", "fp16"), prepare=of_common_operators)

@@ -28,8 +28,8 @@ def assert_saved(folder: str, weights: dict[str, torch.Tensor]) -> GPT2LMHeadMod
     return model
 
 
-@pytest.mark.on_ranks(2, init=False)
-def test_sharded_model_is_saved_and_generates_on_all_ranks_and_refuses_one(tmp_path):
+@pytest.mark.on_ranks(2, shared=True)
+def test_sharded_model_saves_and_generates_on_all_ranks_only(tmp_path):
     model = tiny_model()
     plan = mixed_plan(model, 2, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=1, reduce=True)
     args = arguments(str(tmp_path), max_steps=2, per_device_train_batch_size=2)
@@ -88,8 +88,8 @@ def test_model_of_one_process_is_pickled_after_training(tmp_path):
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.on_ranks(2, init=False)
-def test_accelerate_loop_that_ends_as_transformers_examples_saves_the_right_weights(tmp_path):
+@pytest.mark.on_ranks(2, shared=True)
+def test_accelerate_loop_ending_as_transformers_examples_saves_right_weights(tmp_path):
     accelerator = OSDPAccelerator(
         osdp=OSDPConfig(hardware=preset("cpu", devices_per_node=2), compare=False, strategy="fsdp")
     )

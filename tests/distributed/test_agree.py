@@ -32,14 +32,14 @@ def fail(error: BaseException) -> None:
     raise error
 
 
-@pytest.mark.on_ranks(3)
+@pytest.mark.on_ranks(3, shared=True)
 def test_on_rank_zero_calls_there_and_gives_all_the_result():
     calls: list[int] = []
     assert on_rank_zero(lambda: calls.append(1) or {"a": (1, 2)}) == {"a": (1, 2)}
     assert calls == [1] * (dist.get_rank() == 0)
 
 
-@pytest.mark.on_ranks(3)
+@pytest.mark.on_ranks(3, shared=True)
 def test_on_rank_zero_raises_its_error_on_every_rank():
     for error, expected, message in RAISED:
         with pytest.raises(expected) as caught:
@@ -53,8 +53,8 @@ def test_on_rank_zero_raises_its_error_on_every_rank():
             assert caught.value.on_command_line == "No plan fits. Use --num-nodes 10; or less."
 
 
-@pytest.mark.on_ranks(3)
-def test_on_rank_zero_ends_every_rank_for_interrupts_and_what_cannot_travel():
+@pytest.mark.on_ranks(3, shared=True)
+def test_on_rank_zero_ends_all_for_interrupts_and_unpicklable_results():
     with pytest.raises(OSDPError):
         on_rank_zero(lambda: lambda: "a local function cannot be pickled")
     with pytest.raises(KeyboardInterrupt if dist.get_rank() == 0 else OSDPError):

@@ -1,6 +1,4 @@
-"""Two steps of many architectures under a mixed plan are those of one process: loss, gradient norm, parameters,
-buffers, in float64.
-"""
+"""Two steps of many architectures under a mixed plan are those of one process, in float64."""
 
 from __future__ import annotations
 
@@ -48,7 +46,9 @@ def run_all(names: tuple[str, ...]) -> dict[str, Trained]:
 
 @functools.cache
 def results(slow: bool) -> dict[str, Trained]:
-    return run_ranks(run_all, 2, tuple(name for name in TINY if (name not in KINDS) == slow), timeout_s=200)[0]
+    return run_ranks(
+        run_all, 2, tuple(name for name in TINY if (name not in KINDS) == slow), timeout_s=200, shared=True
+    )[0]
 
 
 @pytest.mark.parametrize(
@@ -60,11 +60,9 @@ def test_two_steps_equal_one_process(name):
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])  # code is generated
-@pytest.mark.on_ranks(2)
-def test_experts_train_as_in_one_process_while_the_peak_is_measured(compiled):
-    """In float32, where transformers' experts multiply in groups on the CPU; the second step is the one whose peak
-    is measured.
-    """
+@pytest.mark.on_ranks(2, shared=True)
+def test_experts_train_as_alone_while_the_peak_is_measured(compiled):
+    """In float32, where transformers' experts multiply in groups; the peak of the second step is measured."""
     alone, sharded = (tiny_architecture("MixtralForCausalLM").float() for _ in range(2))
     for each in (alone, sharded):
         each.set_experts_implementation("grouped_mm")
@@ -92,7 +90,7 @@ def test_experts_train_as_in_one_process_while_the_peak_is_measured(compiled):
     assert expected[0] - expected[-1] > 0.01, "it learns"
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_batch_norm_stays_in_float32():
     """Weights, running means and gradients, while inputs and outputs are in bf16."""
     model = OptimalShardedDataParallel(
@@ -110,7 +108,7 @@ def test_batch_norm_stays_in_float32():
     assert norms and all(module.weight.grad.dtype is torch.float32 for module in norms)
 
 
-def test_batch_norms_are_units_of_their_own_under_low_precision_alone():
+def test_batch_norms_are_own_units_under_low_precision_alone():
     model = tiny_architecture("ResNetForImageClassification").float()
     dtypes = (None, DType.BFLOAT16)
     plain, low = (describe(model, sequence_length=1, compute_dtype=one, recomputation=False) for one in dtypes)
@@ -136,12 +134,10 @@ def test_blocks_with_batch_norm_are_not_recomputed_but_offloaded():
     with pytest.raises(ValueError, match="no block of this model can be recomputed: it has batch normalisation"):
         search(
             problem(
-                description,
-                preset("h100", devices_per_node=2),
-                TrainingJob(global_batch_size=8, recompute=True),
+                description, preset("h100", devices_per_node=2), TrainingJob(global_batch_size=8, recompute=True),
                 2**40,
-            )
-        )
+            ),
+        )  # fmt: skip
     with pytest.raises(CheckpointingError, match="has batch normalisation, whose running statistics"):
         describe(model, sequence_length=1, activation_checkpointing=True)
 

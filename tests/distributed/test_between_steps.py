@@ -166,7 +166,7 @@ def scales_between_micro_steps(model, optimizer, loss, number) -> None:
     optimizer.zero_grad()
 
 
-PLANS: dict[nn.Module, Plan] = {}
+PLANS: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
 SGD = torch.optim.SGD
 EQUAL = [
     (measures_before_the_step, SGD, "mixed", None),
@@ -188,7 +188,7 @@ def train_each(cases) -> list[Weights]:
 
 
 def test_loops_with_more_between_their_steps_equal_one_process():
-    (found, _) = run_ranks(train_each, 2, EQUAL, timeout_s=300)
+    (found, _) = run_ranks(train_each, 2, EQUAL, timeout_s=300, shared=True)
     alone = {step: train(step, kind, None) for step, kind, _, _ in EQUAL}
     assert not {
         (case[0].__name__, *case[2:]): error
@@ -197,7 +197,7 @@ def test_loops_with_more_between_their_steps_equal_one_process():
     }
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_hooks_and_data_that_shards_do_not_take_are_refused():
     model, _, _ = sharded()
     optimizer = SGD(model.parameters(), lr=0.1)
@@ -218,8 +218,8 @@ def test_hooks_and_data_that_shards_do_not_take_are_refused():
         apply_plan(whole, plan_of(units, 2, "mixed"), units, meshes=Meshes("cpu"))
 
 
-@pytest.mark.on_ranks(2)
-def test_gradients_of_shards_are_refused_after_model_to_which_frees_the_shards_before():
+@pytest.mark.on_ranks(2, shared=True)
+def test_model_to_frees_shards_and_their_gradients_are_refused():
     model, _, _ = sharded()
     tiny_loss(model, tiny_batch(0)).backward()
     model.zero_grad()
@@ -233,7 +233,7 @@ def test_gradients_of_shards_are_refused_after_model_to_which_frees_the_shards_b
         shard.sum().full_tensor().backward()
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_optimizers_of_other_parameters_are_refused():
     whole = whole_model()
     early, units = SGD(whole.parameters(), lr=0.1), find_units(whole)
@@ -252,7 +252,7 @@ def test_optimizers_of_other_parameters_are_refused():
         SGD(whole.parameters(), lr=0.1).step()
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_a_step_without_the_last_micro_step_is_refused():
     for layout in ("mixed", "zero3"):
         model, plan, _ = sharded(layout, accumulation_steps=2)
@@ -264,8 +264,8 @@ def test_a_step_without_the_last_micro_step_is_refused():
             SGD(model.parameters(), lr=0.1).step()
 
 
-@pytest.mark.on_ranks(2)
-def test_a_rank_may_skip_a_micro_step_in_which_nothing_is_sent():
+@pytest.mark.on_ranks(2, shared=True)
+def test_rank_may_skip_a_micro_step_that_sends_nothing():
     model, plan, _ = sharded("replicate", way="reduce_every_micro_step")
     optimizer = SGD(model.parameters(), lr=0.0)
     for _ in range(2):
@@ -283,7 +283,7 @@ def test_a_rank_may_skip_a_micro_step_in_which_nothing_is_sent():
         )
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_closures_do_not_go_with_states_on_the_host():
     model, plan, units = sharded(way="states_on_host")
     optimizer = SGD(model.parameters(), lr=0.1)

@@ -1,6 +1,4 @@
-"""bitsandbytes' optimizers under a plan: memory, training against one process, checkpoints over plans and worlds,
-what is refused.
-"""
+"""bitsandbytes' optimizers under a plan: memory, training, checkpoints over plans and worlds, what is refused."""
 
 from __future__ import annotations
 
@@ -24,6 +22,7 @@ from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict
 from tests.helpers.checkpointed import worst
 from tests.helpers.distributed import run_ranks
 from tests.helpers.low_bit import ODD_WIDTH, alone, apart, chain, gpt2, held, sharded
+from tests.helpers.sampling import slow_but
 from tests.helpers.training import trained
 
 from .test_integration_trainer import StockTrainer, arguments, history, tokens, trained_and_resumed_as_stock
@@ -49,14 +48,14 @@ def made(kind: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("kind", "width"),
-    [("AdamW8bit", ODD_WIDTH), *(pytest.param(k, BLOCKS, marks=pytest.mark.slow) for k in ("AdEMAMix8bit", "Lion"))],
+    "kind, width",
+    slow_but(
+        {"AdamW8bit": ODD_WIDTH, "AdEMAMix8bit": BLOCKS, "Lion": BLOCKS}.items(), daily=[("AdamW8bit", ODD_WIDTH)]
+    ),
 )
 def test_states_take_the_bytes_that_are_planned_and_two_tables(kind, width):
-    """At the odd width shards have no whole blocks, and those of an embedding fewer elements than quantizing needs
-    of a whole one.
-    """
-    (found, planned), (second, _) = run_ranks(held, 2, made, kind, width, "mixed")
+    """Shards have no whole blocks, and those of an embedding fewer elements than a whole one must have."""
+    (found, planned), (second, _) = run_ranks(held, 2, made, kind, width, "mixed", shared=True)
     quantized = {name for name in planned if "8bit" in kind and gpt2(width).get_parameter(name).numel() >= 4096}
     tables = {name: TABLES * (name in quantized) for name in planned}
     assert {name: max(found[name], second[name]) - tables[name] for name in found} == {
@@ -66,18 +65,14 @@ def test_states_take_the_bytes_that_are_planned_and_two_tables(kind, width):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        "AdamW8bit",
-        *(pytest.param(k, marks=pytest.mark.slow) for k in ("AdEMAMix8bit", "RMSprop8bit", "AdEMAMix", "RMSprop")),
-    ],
+    "kind", slow_but(("AdamW8bit", "AdEMAMix8bit", "RMSprop8bit", "AdEMAMix", "RMSprop"), daily=("AdamW8bit",))
 )
-def test_training_goes_on_over_plans_and_worlds_as_in_one_process(tmp_path, kind):
+def test_training_over_plans_and_worlds_equals_one_process(tmp_path, kind):
     """Where blocks lie inside shards a sharded run is that of one process; a checkpoint of 8 bits rounds once more."""
-    (first, _), _ = run_ranks(chain, 2, made, kind, BLOCKS, str(tmp_path), "mixed", 1, True, 0)
+    (first, _), _ = run_ranks(chain, 2, made, kind, BLOCKS, str(tmp_path), "mixed", 1, True, 0, shared=True)
     assert worst(first, alone(made, kind, BLOCKS, 2)) < 1e-9
-    run_ranks(chain, 1, made, kind, BLOCKS, str(tmp_path), "replicate", 1, False, 2)
-    (weights, states), _ = run_ranks(chain, 2, made, kind, BLOCKS, str(tmp_path), "zero3", 1, True, 4)
+    run_ranks(chain, 1, made, kind, BLOCKS, str(tmp_path), "replicate", 1, False, 2, shared=True)
+    (weights, states), _ = run_ranks(chain, 2, made, kind, BLOCKS, str(tmp_path), "zero3", 1, True, 4, shared=True)
     one = alone(made, kind, BLOCKS, 6)
     if "8bit" in kind:
         exact = alone(made, kind.removesuffix("8bit"), BLOCKS, 6)
@@ -89,13 +84,13 @@ def test_training_goes_on_over_plans_and_worlds_as_in_one_process(tmp_path, kind
     }
     assert {own["step"] for own in states.values()} == {6}
     if kind == "AdamW8bit":
-        (_, full), _ = run_ranks(chain, 2, made, "AdamW", BLOCKS, str(tmp_path), "zero2", 1, True, 6)
+        (_, full), _ = run_ranks(chain, 2, made, "AdamW", BLOCKS, str(tmp_path), "zero2", 1, True, 6, shared=True)
         assert {own["step"] for own in full.values()} == {8}, "states of 32 bits go on from it"
 
 
-def test_lion_of_8_bits_is_that_of_one_process_but_for_signs_of_nothing(tmp_path):
+def test_lion_of_8_bits_equals_one_process_but_for_zeros(tmp_path):
     """Keys have no gradient from their biases but rounding, of which Lion takes the sign."""
-    (weights, _), _ = run_ranks(chain, 2, made, "Lion8bit", BLOCKS, str(tmp_path), "mixed", 1, True, 0)
+    (weights, _), _ = run_ranks(chain, 2, made, "Lion8bit", BLOCKS, str(tmp_path), "mixed", 1, True, 0, shared=True)
     one = alone(made, "Lion8bit", BLOCKS, 2)
     assert (
         worst(*({name: value for name, value in of.items() if "c_attn.bias" not in name} for of in (weights, one)))
@@ -111,8 +106,8 @@ def in_a_loop(kind: str) -> dict[str, torch.Tensor]:
     return full_state_dict(model)
 
 
-def test_other_blocks_than_one_process_has_differ_by_less_than_quantizing_does():
-    weights, _ = run_ranks(in_a_loop, 2, "AdamW8bit")
+def test_other_blocks_differ_by_less_than_quantizing_does():
+    weights, _ = run_ranks(in_a_loop, 2, "AdamW8bit", shared=True)
     one = alone(made, "AdamW8bit", ODD_WIDTH, 6)
     assert 0 < apart(weights, one) < 1.5 * apart(alone(made, "AdamW", ODD_WIDTH, 6), one)
 
@@ -132,8 +127,8 @@ def one_row() -> tuple[torch.Tensor, dict, object]:
 
 
 def test_ranks_without_a_row_pass_by_and_count_steps():
-    (weights, states, _), (_, _, steps) = run_ranks(one_row, 2)
-    ((whole, of_whole, _),) = run_ranks(one_row, 1)
+    (weights, states, _), (_, _, steps) = run_ranks(one_row, 2, shared=True)
+    ((whole, of_whole, _),) = run_ranks(one_row, 1, shared=True)
     assert steps == 3 and worst(weights, whole) == 0.0
     assert all(
         torch.equal(states["state"]["weight"][key], of_whole["state"]["weight"][key]) for key in ("state1", "state2")
@@ -155,7 +150,7 @@ def stock(tmp_path_factory) -> dict[str, list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.on_ranks(2, init=False)
-def test_trainer_with_adamw_bnb_8bit_equals_the_stock_one_which_keeps_embeddings(tmp_path, stock):
+def test_trainer_with_adamw_bnb_8bit_equals_the_stock_one(tmp_path, stock):
     args = trainer_arguments(tmp_path, 4, save_strategy="steps", save_steps=2)
     trainer = trained_and_resumed_as_stock(partial(gpt2, BLOCKS), args, stock)
     states, named = trainer.optimizer.optimizer.state, dict(trainer.model.named_parameters())
@@ -213,7 +208,7 @@ def test_slices_and_the_host_are_refused_where_states_have_blocks():
             check_optimizer(optimizer, optimizer.param_groups[0]["params"])
 
 
-def test_a_plain_loop_of_one_process_refuses_options_that_its_steps_would_leave_out():
+def test_plain_loop_of_one_process_refuses_options_of_parameters():
     optimizer = overridden()
     model = nn.ParameterList(optimizer.param_groups[0]["params"])
     prepare_new_optimizers(model, lambda *_: None)

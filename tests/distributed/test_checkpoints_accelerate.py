@@ -1,7 +1,4 @@
-"""What Accelerate prepares beside the model goes on on other numbers of ranks: schedulers, and several optimizers.
-
-Float64.
-"""
+"""Schedulers and several optimizers that Accelerate prepares go on on other numbers of ranks, in float64."""
 
 from __future__ import annotations
 
@@ -24,9 +21,7 @@ RATE_STEPS = 6
 
 
 def scheduled(folder: str, loads: tuple[str, ...], save: str, steps: int) -> list[float]:
-    """A loop with a prepared scheduler, which Accelerate steps once for each process: the rate after each load and
-    optimizer step.
-    """
+    """The rates after each load and step of a loop with a scheduler, which Accelerate steps for each process."""
     world = launched_world_size()
     accelerator = OSDPAccelerator(
         osdp={"hardware": preset("cpu", devices_per_node=world), "strategy": "fsdp", "compare": False}, cpu=True
@@ -56,7 +51,7 @@ def scheduled(folder: str, loads: tuple[str, ...], save: str, steps: int) -> lis
 def test_a_prepared_scheduler_goes_on_on_other_numbers_of_ranks(tmp_path, caplog):
     folder = str(tmp_path)
     first = scheduled(folder, (), "one", 2)
-    two = run_ranks(scheduled, 2, folder, ("one",), "two", 2, init=False)
+    two = run_ranks(scheduled, 2, folder, ("one",), "two", 2, shared=True)
     old = shutil.copytree(tmp_path / "two", tmp_path / "old") / MANIFEST_NAME
     old.write_text(json.dumps(json.loads(old.read_text()) | {"global_batch_size": None}))
     again = scheduled(folder, ("old", "two"), "again", 1)
@@ -71,9 +66,7 @@ def test_a_prepared_scheduler_goes_on_on_other_numbers_of_ranks(tmp_path, caplog
 
 
 def by_two_optimizers(folder: str) -> dict[str, list[float]]:
-    """One optimizer for a block, another for the rest: losses after a checkpoint of each layout, and again once it
-    is loaded.
-    """
+    """Losses after a checkpoint of each layout, and again once it is loaded; a block has its own optimizer."""
     world = launched_world_size()
     accelerator = OSDPAccelerator(
         osdp={"hardware": preset("cpu", devices_per_node=world), "strategy": "fsdp", "compare": False}, cpu=True
@@ -108,8 +101,8 @@ def by_two_optimizers(folder: str) -> dict[str, list[float]]:
     return found
 
 
-def test_two_optimizers_of_one_model_are_saved_and_go_on_in_both_layouts(tmp_path):
-    for found in run_ranks(by_two_optimizers, 2, str(tmp_path), init=False):
+def test_two_optimizers_of_one_model_resume_in_both_layouts(tmp_path):
+    for found in run_ranks(by_two_optimizers, 2, str(tmp_path), shared=True):
         want = {layout: found[layout] for layout in (SHARDED, WHOLE)}
         assert {layout: found[f"{layout} again"] for layout in want} == want
     assert by_two_optimizers(str(tmp_path)) == {

@@ -1,6 +1,4 @@
-"""Collectives of our own: every byte where it belongs, whatever the dtype, the number of nodes, and how they are
-issued.
-"""
+"""Collectives of our own: every byte where it belongs, whatever the dtype and the number of nodes."""
 
 from __future__ import annotations
 
@@ -64,9 +62,12 @@ def scattered(scatter, dtype: torch.dtype, op: str) -> float:
 
 @pytest.mark.parametrize(
     "world_size",
-    [pytest.param(4, marks=pytest.mark.on_ranks(nodes=2)), pytest.param(6, marks=pytest.mark.on_ranks(nodes=3))],
+    [
+        pytest.param(4, marks=pytest.mark.on_ranks(nodes=2, shared=True)),
+        pytest.param(6, marks=pytest.mark.on_ranks(nodes=3)),
+    ],
 )
-def test_two_stages_and_one_put_every_byte_in_its_place_and_tell_their_begin_and_end(world_size):
+def test_two_stages_and_one_put_every_byte_in_its_place(world_size):
     topology, rank = find_topology(), dist.get_rank()
     assert (topology.nodes, topology.ranks_per_node) == (world_size // 2, 2)
     stages = Meshes("cpu").stages(world_size, topology.ranks_per_node)
@@ -96,14 +97,11 @@ def test_two_stages_and_one_put_every_byte_in_its_place_and_tell_their_begin_and
             )
     assert heard[:2] == [("two_stage_all_gather", world_size, world_size * NUMEL * 8), ("end", 0, 0)]
     assert {name for name, _, _ in heard} == {
-        "two_stage_all_gather",
-        "two_stage_reduce_scatter",
-        "reduce_scatter",
-        "end",
-    }
+        "two_stage_all_gather", "two_stage_reduce_scatter", "reduce_scatter", "end",
+    }  # fmt: skip
 
 
-def test_stages_of_half_the_world_are_given_back_with_the_plan():
+def test_stages_of_half_the_world_end_with_the_plan():
     """Four nodes of two: two stages over half of the world; then a plan without."""
 
     def plan(*layouts: tuple[int, int]) -> Plan:

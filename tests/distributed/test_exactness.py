@@ -33,10 +33,8 @@ EVERYDAY = {
     *(f"{model}-everything" for model in MODELS),
     "gpt2-zero3-accumulate-hold", "gpt2-everything-accumulate-by_unit", "gpt2-mixed-async", "gpt2-mixed-checkpointing",
 }  # fmt: skip
-"""Every layout, model and option once; the other cases combine them anew and are slow.
-
-By unit, some reduce and some hold.
-"""
+"""Every layout, model and option once; the other cases combine them anew and are slow. By unit, some reduce and some
+hold. Compiled blocks take a minute to generate code; `test_blocks.py` trains with them before it is generated."""
 
 # Two ranks know fewer layouts (half of them is one rank, which replicates), and show little that four do not.
 NAMES = {
@@ -44,7 +42,6 @@ NAMES = {
     2: tuple(name for name in CASES if "everything" in name or "compiled" in name or name.startswith("bert")),
 }
 IS_SLOW = {(world_size, name): name not in EVERYDAY for world_size, names in NAMES.items() for name in names}
-IS_SLOW[2, "gpt2-compiled"] = False  # four ranks take longer to generate code
 
 
 def run_cases(names: tuple[str, ...]) -> dict[str, Trained]:
@@ -63,7 +60,7 @@ def reference(model_name: str, accumulation_steps: int) -> Trained:
 @functools.cache
 def results(world_size: int, slow: bool) -> dict[str, Trained]:
     names = tuple(name for name in NAMES[world_size] if IS_SLOW[world_size, name] == slow)
-    return run_ranks(run_cases, world_size, names, timeout_s=240, nodes=world_size // 2)[0]
+    return run_ranks(run_cases, world_size, names, timeout_s=240, shared=True, nodes=world_size // 2)[0]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from hf_osdp.distributed import said_once
 from tests.helpers.distributed import RankFailure, run_ranks
 
 
@@ -32,22 +33,35 @@ def _die_on(rank):
     dist.barrier()
 
 
+def _replaces() -> int:
+    if dist.get_rank():
+        said_once.say_while_planning = None
+    return os.getpid()
+
+
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(
-    ("fn", "argument", "said", "rank", "error_type"),
-    [
-        (_fail_on, 1, "the reason", 1, "KeyError"),
-        (_die_on, 1, "signal 9", 1, "died"),
-    ],
+    ("fn", "said", "error_type"), [(_fail_on, "the reason", "KeyError"), (_die_on, "signal 9", "died")]
 )
-def test_the_failure_of_the_first_rank_is_raised_with_its_traceback(fn, argument, said, rank, error_type):
+def test_failure_of_the_first_rank_is_raised_with_traceback(fn, said, error_type, shared):
     with pytest.raises(RankFailure, match=said) as caught:
-        run_ranks(fn, 2, argument)
-    assert (caught.value.rank, caught.value.error_type) == (rank, error_type)
+        run_ranks(fn, 2, 1, shared=shared)
+    assert (caught.value.rank, caught.value.error_type) == (1, error_type)
 
 
-def test_a_hanging_rank_is_ended_with_its_children_and_shows_its_stack():
+def test_shared_ranks_serve_until_one_fails_or_replaces_something():
+    first, second = (run_ranks(os.getpid, 2, shared=True) for _ in range(2))
+    assert first == second == run_ranks(_replaces, 2, shared=True)
+    third = run_ranks(os.getpid, 2, shared=True)
+    with pytest.raises(RankFailure):
+        run_ranks(_fail_on, 2, 0, shared=True)
+    assert not {*first, *third} & {*run_ranks(os.getpid, 2, shared=True)} and first != third
+
+
+@pytest.mark.parametrize("shared", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_hanging_rank_is_ended_with_children_and_shows_stack(shared):
     with pytest.raises(RankFailure, match="_hang_on") as caught:
-        run_ranks(_hang_on, 2, 0, os.getpid(), timeout_s=3)
+        run_ranks(_hang_on, 2, 0, os.getpid(), timeout_s=3, shared=shared)
     assert caught.value.error_type == "timeout"
     deadline = time.monotonic() + 10  # on busy cores what was killed is listed for a moment
     while (

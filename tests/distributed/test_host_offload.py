@@ -1,7 +1,4 @@
-"""Units on the host against one process, in float64.
-
-On the CPU FSDP2's offload moves nothing; all that surrounds it runs.
-"""
+"""Units on the host against one process, in float64; on the CPU FSDP2's offload moves nothing."""
 
 from __future__ import annotations
 
@@ -65,7 +62,7 @@ def place() -> dict[str, int]:
 
 
 @worlds
-@pytest.mark.on_ranks()
+@pytest.mark.on_ranks(shared=True)
 def test_units_on_host_train_as_one_process(world_size):
     for name, k, every in (("gpt2", 1, 2), ("gpt2", 2, 1), ("llama", 2, 3)):
         model, plan, _ = offloaded(name=name, every=every, accumulation_steps=k, reduce_every_micro_step=k != 2)
@@ -87,15 +84,15 @@ def two_groups(model: torch.nn.Module, options: dict[str, Any]):
 
 
 @worlds
-@pytest.mark.on_ranks()
-def test_rebound_optimizers_step_what_lies_in_each_place_and_schedulers_act_on_all(world_size):
+@pytest.mark.on_ranks(shared=True)
+def test_rebound_optimizers_and_schedulers_act_on_host_and_device(world_size):
     """An optimizer of two groups with a scheduler, made before the model is sharded, as Accelerate gives them."""
     alone = tiny_model("gpt2")
     optimizer, scheduler = two_groups(alone, {})
     for step in range(STEPS):
         stepped(alone, optimizer, step)
         scheduler.step()
-    for options in ({"foreach": False}, {}, {"foreach": True}, {"fused": True}):
+    for options in ({}, {"foreach": True}, {"fused": True}):
         model = tiny_model("gpt2")
         optimizer, scheduler = two_groups(model, options)
         names, units = parameter_names(model), find_units(model)
@@ -112,7 +109,7 @@ def test_rebound_optimizers_step_what_lies_in_each_place_and_schedulers_act_on_a
 
 
 @worlds
-@pytest.mark.on_ranks()
+@pytest.mark.on_ranks(shared=True)
 def test_whole_states_go_over_to_another_plan(world_size):
     first, _, _ = offloaded()
     one = torch.optim.AdamW(first.parameters(), lr=1e-2)
@@ -138,7 +135,7 @@ def test_whole_states_go_over_to_another_plan(world_size):
 
 
 @worlds
-@pytest.mark.on_ranks()
+@pytest.mark.on_ranks(shared=True)
 def test_units_on_host_are_read_back(world_size):
     model, plan, units = offloaded()
     read = [unit.on_host for unit in read_back(model, units)]

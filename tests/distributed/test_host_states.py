@@ -1,6 +1,4 @@
-"""Optimizer states on the host: the same training as in one process, checkpoints over worlds, and what does not go
-with it refused.
-"""
+"""Optimizer states on the host: training as in one process, checkpoints over worlds, what is refused."""
 
 from __future__ import annotations
 
@@ -93,9 +91,9 @@ def train_each(cases: list[tuple[str, ...]]) -> dict[tuple[str, ...], dict[str, 
 
 
 @pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_units_with_states_on_the_host_train_as_one_process_does(slow):
+def test_units_with_states_on_host_train_as_one_process(slow):
     cases = [case for case in product(LAYOUTS, KINDS) if (case[0] == "replicate" or case[1] == "NAdam") == slow]
-    (found, _) = run_ranks(train_each, 2, cases, timeout_s=300)
+    (found, _) = run_ranks(train_each, 2, cases, timeout_s=300, shared=True)
     alone = {kind: train(None, kind) for kind in {kind for _, kind in cases}}
     assert not {
         case: error for case, weights in found.items() if not (error := worst(weights, alone[case[1]])) < 1e-12
@@ -105,7 +103,7 @@ def test_units_with_states_on_the_host_train_as_one_process_does(slow):
 def test_those_of_bitsandbytes_do_too():
     package = "bitsandbytes.optim"
     pytest.importorskip(package, reason="bitsandbytes is not installed; pip install 'hf_osdp[bnb]'")
-    (weights, _) = run_ranks(train, 2, "mixed", "AdEMAMix", "", package)
+    (weights, _) = run_ranks(train, 2, "mixed", "AdEMAMix", "", package, shared=True)
     assert worst(weights, train(None, "AdEMAMix", package=package)) < 1e-9
 
 
@@ -125,9 +123,9 @@ def chain(folder: str, layout: str, start: int) -> dict[str, torch.Tensor]:
 
 
 def test_checkpoints_go_over_worlds(tmp_path):
-    run_ranks(chain, 2, str(tmp_path), "mixed", 0, timeout_s=300)
-    run_ranks(chain, 1, str(tmp_path), "replicate", 2, timeout_s=300)
-    (weights, _) = run_ranks(chain, 2, str(tmp_path), "zero3", 4, timeout_s=300)
+    run_ranks(chain, 2, str(tmp_path), "mixed", 0, timeout_s=300, shared=True)
+    run_ranks(chain, 1, str(tmp_path), "replicate", 2, timeout_s=300, shared=True)
+    (weights, _) = run_ranks(chain, 2, str(tmp_path), "zero3", 4, timeout_s=300, shared=True)
     model = gpt2()
     trained(model, torch.optim.AdamW(model.parameters(), lr=1e-2), None, range(6))
     assert worst(weights, full_state_dict(model)) < 1e-12

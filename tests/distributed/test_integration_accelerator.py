@@ -23,7 +23,7 @@ from tests.helpers.checkpointed import worst
 from tests.helpers.layouts import mixed_plan
 from tests.helpers.sampling import slow_but
 
-LENGTH, GLOBAL_BATCH, STEPS, VOCABULARY = 12, 8, 5, 61
+LENGTH, GLOBAL_BATCH, STEPS, VOCABULARY = 12, 8, 3, 61
 
 
 def tiny_model(kind: str = "gpt2", **options) -> torch.nn.Module:
@@ -97,8 +97,8 @@ def planned(kind: str, micro: int, reduce: bool, checkpointing: bool = False, fr
     return losses, norms, accelerator.get_state_dict(model)
 
 
-@pytest.mark.on_ranks(2, init=False)
-def test_what_would_wait_or_clip_before_gradients_are_reduced_is_refused():
+@pytest.mark.on_ranks(2, shared=True)
+def test_waiting_and_clipping_before_gradients_are_reduced_is_refused():
     model = tiny_model()
     plan = mixed_plan(model, 2, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=True)
     accelerator = OSDPAccelerator(osdp=OSDPConfig(plan=plan), gradient_accumulation_steps=2)
@@ -143,7 +143,7 @@ def test_loop_equals_one_process(world_size):
         daily=[("FULL_STATE_DICT", "fp16")],
     ),
 )
-@pytest.mark.on_ranks(2, init=False)
+@pytest.mark.on_ranks(2, shared=True)
 def test_saved_state_goes_on_exactly(tmp_path, layout, precision):
     def start(seed: int):
         model = tiny_model(seed=seed, dtype=torch.float32)
@@ -175,7 +175,7 @@ def test_saved_state_goes_on_exactly(tmp_path, layout, precision):
     assert train_loop(accelerator, model, optimizer, batches[3:6]) == want
 
 
-@pytest.mark.on_ranks(2, init=False)
+@pytest.mark.on_ranks(2, shared=True)
 def test_planner_chooses_the_batch_size():
     accelerator = OSDPAccelerator(osdp=OSDPConfig(hardware=preset("cpu", devices_per_node=2), memory_limit="1GiB"))
     model = tiny_model(dtype=torch.float32)
@@ -198,7 +198,7 @@ def test_planner_chooses_the_batch_size():
     assert found[0] == found[1] and losses[-1] < losses[0]
 
 
-@pytest.mark.on_ranks(2, init=False)
+@pytest.mark.on_ranks(2, shared=True)
 def test_evaluation_needs_no_optimizer():
     accelerator = OSDPAccelerator(osdp={"hardware": preset("cpu", devices_per_node=2), "strategy": "fsdp"})
     plain = tiny_model()
@@ -274,8 +274,8 @@ class RankZeroRows(torch.utils.data.IterableDataset):
         yield from tokens() if launched_rank() == 0 else ()
 
 
-@pytest.mark.on_ranks(2, init=False)
-def test_a_rank_that_finds_no_samples_takes_the_length_that_others_found():
+@pytest.mark.on_ranks(2, shared=True)
+def test_rank_without_samples_takes_the_length_that_others_found():
     hardware = preset("cpu", devices_per_node=2)
     accelerator, model = OSDPAccelerator(osdp=OSDPConfig(hardware=hardware, compare=False), cpu=True), tiny_model()
     accelerator.prepare(model, new_optimizer(model), DataLoader(RankZeroRows(), batch_size=2))

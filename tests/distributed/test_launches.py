@@ -91,11 +91,9 @@ def test_the_batch_file_trains(folder):
     assert "IFNAME=ib0" in batch
     batch = batch.replace("=ib0", "=lo").replace("% 10000", "% 50000")
     slurm = {
-        "SLURM_NNODES": "2",
-        "SLURM_GPUS_ON_NODE": "2",
-        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_NODELIST": "n[1-2]",
         "SLURM_JOB_ID": str(int(free_port()) - 20000),
-    }
+    }  # fmt: skip
     done = run_program(["bash", "-c", batch], cwd=folder, PATH=path_of(folder), **slurm)
     assert done.returncode == 0, ends_of(done.stderr)
     check_trained(folder)

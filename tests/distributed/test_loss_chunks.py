@@ -62,7 +62,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize("cases", [EVERYDAY, pytest.param(SLOW, marks=pytest.mark.slow)])
-@pytest.mark.on_ranks(WORLD)
+@pytest.mark.on_ranks(WORLD, shared=True)
 def test_loss_chunks_trains_as_one_process(cases):
     meshes = Meshes("cpu")
     for name, layout, options, loss_of in cases:
@@ -79,11 +79,9 @@ def test_loss_chunks_trains_as_one_process(cases):
         assert_trained_alike(trained, alone, 1e-9 if layout == "compiled" else 1e-12)
 
 
-@pytest.mark.on_ranks(WORLD, init=False)
+@pytest.mark.on_ranks(WORLD, shared=True)
 def test_trainer_logs_and_evaluates_as_with_whole_logits(tmp_path):
-    """With micro-steps, labels that do not count, and metrics that read logits in evaluation; the Trainer's loss is
-    in float32.
-    """
+    """With micro-steps, labels that do not count, and metrics that read logits; the loss is in float32."""
     ids = tiny_batch(0)["input_ids"].repeat(4, 1)
     data = [{"input_ids": row, "labels": row.where(row > turn, -100)} for turn, row in enumerate(ids)]
     found = []

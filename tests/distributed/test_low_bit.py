@@ -1,6 +1,4 @@
-"""torchao's optimizers with quantized states under a plan: memory, training against one process, checkpoints over
-plans and worlds.
-"""
+"""torchao's optimizers with quantized states: memory, training, checkpoints over plans and worlds."""
 
 from __future__ import annotations
 
@@ -30,6 +28,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import mixed_plan
 from tests.helpers.low_bit import ODD_WIDTH, WIDTH, alone, apart, chain, eagerly, gpt2, held, sharded
 from tests.helpers.problems import run_job
+from tests.helpers.sampling import slow_but
 from tests.helpers.training import trained
 
 from .test_integration_trainer import (
@@ -57,32 +56,31 @@ def made(kind: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("kind", "width"),
-    [
-        ("AdamW8bit", WIDTH),
-        *(pytest.param(kind, ODD_WIDTH, marks=pytest.mark.slow) for kind in ("AdamWFp8", "AdamW4bit")),
-    ],
+    "kind, width",
+    slow_but(
+        {"AdamW8bit": WIDTH, "AdamWFp8": ODD_WIDTH, "AdamW4bit": ODD_WIDTH}.items(), daily=[("AdamW8bit", WIDTH)]
+    ),
 )
-def test_states_take_the_bytes_that_are_planned_on_the_rank_that_has_most(kind, width):
-    ranks = run_ranks(held, 2, made, kind, width, "mixed", timeout_s=300)
+def test_states_take_planned_bytes_on_the_rank_with_most(kind, width):
+    ranks = run_ranks(held, 2, made, kind, width, "mixed", timeout_s=300, shared=True)
     (first, planned), (second, _) = ranks
     assert {name: max(first[name], second[name]) for name in first} == {name: planned[name] for name in first}
     quantized = sum(planned.values()) / sum(16 * p.numel() for p in gpt2(width).parameters())
     assert quantized < 0.5, "most states are quantized"
 
 
-@pytest.mark.parametrize(
-    "kind", ["AdamWFp8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("AdamW8bit", "AdamW4bit"))]
-)
-def test_training_goes_on_over_plans_worlds_and_slices_as_in_one_process(tmp_path, kind):
-    """Where blocks lie inside shards a sharded run quantizes as one process does; a checkpoint rounds once more,
-    but for Fp8.
-    """
-    (first, _), _ = run_ranks(chain, 2, made, kind, WIDTH, str(tmp_path), "mixed", 1, True, 0, timeout_s=300)
+@pytest.mark.parametrize("kind", slow_but(("AdamWFp8", "AdamW8bit", "AdamW4bit"), daily=("AdamWFp8",)))
+def test_training_over_plans_worlds_and_slices_equals_one_process(tmp_path, kind):
+    """Blocks inside shards are quantized as in one process; a checkpoint rounds once more, but for Fp8."""
+    (first, _), _ = run_ranks(
+        chain, 2, made, kind, WIDTH, str(tmp_path), "mixed", 1, True, 0, timeout_s=300, shared=True
+    )
     if kind != "AdamW4bit":  # whose blocks of 128 fill an embedding that is too small in shards
         assert worst(first, alone(made, kind, WIDTH, 2)) < 1e-6
-    run_ranks(chain, 1, made, kind, WIDTH, str(tmp_path), "replicate", 2, False, 2, timeout_s=300)
-    (weights, states), _ = run_ranks(chain, 2, made, kind, WIDTH, str(tmp_path), "zero3", 1, True, 4, timeout_s=300)
+    run_ranks(chain, 1, made, kind, WIDTH, str(tmp_path), "replicate", 2, False, 2, timeout_s=300, shared=True)
+    (weights, states), _ = run_ranks(
+        chain, 2, made, kind, WIDTH, str(tmp_path), "zero3", 1, True, 4, timeout_s=300, shared=True
+    )
     one = alone(made, kind, WIDTH, 6)
     if kind == "AdamWFp8":
         assert worst(weights, one) < 1e-6
@@ -92,7 +90,9 @@ def test_training_goes_on_over_plans_worlds_and_slices_as_in_one_process(tmp_pat
         torch.float32,
         torch.float64,
     }
-    (_, exact), _ = run_ranks(chain, 2, made, "AdamW", WIDTH, str(tmp_path), "zero2", 1, True, 6, timeout_s=300)
+    (_, exact), _ = run_ranks(
+        chain, 2, made, "AdamW", WIDTH, str(tmp_path), "zero2", 1, True, 6, timeout_s=300, shared=True
+    )
     assert states.keys() == exact.keys() and Path(tmp_path / "8").is_dir(), "AdamW goes on from it"
 
 
@@ -103,8 +103,8 @@ def odd(kind: str) -> dict[str, torch.Tensor]:
     return full_state_dict(model)
 
 
-def test_other_blocks_than_one_process_has_differ_by_less_than_quantizing_does():
-    weights, _ = run_ranks(odd, 2, "AdamW8bit", timeout_s=300)
+def test_other_blocks_differ_by_less_than_quantizing_does():
+    weights, _ = run_ranks(odd, 2, "AdamW8bit", timeout_s=300, shared=True)
     one = alone(made, "AdamW8bit", ODD_WIDTH, 6)
     assert 0 < apart(weights, one) < 1.5 * apart(alone(made, "AdamW", ODD_WIDTH, 6), one)
 
@@ -180,7 +180,7 @@ def stock_after_evaluation(request, tmp_path_factory) -> dict[str, list[float]]:
 )
 @pytest.mark.slow
 @pytest.mark.on_ranks(2, init=False)
-def test_an_optimizer_made_after_an_evaluation_steps_shards_as_well(tmp_path, stock_after_evaluation, optim):
+def test_optimizer_made_after_evaluation_steps_shards(tmp_path, stock_after_evaluation, optim):
     plan = mixed_plan(gpt2(WIDTH), 2, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=True)
     trainer = evaluated_first(str(tmp_path), plan, optim)
     assert_close(history(trainer), stock_after_evaluation, 1e-9)
@@ -190,7 +190,7 @@ def test_an_optimizer_made_after_an_evaluation_steps_shards_as_well(tmp_path, st
 
 
 @pytest.mark.on_ranks(2, init=False)
-def test_an_optimizer_made_after_an_evaluation_is_refused_where_shards_do_not_allow_it():
+def test_optimizer_made_after_evaluation_is_refused_if_shards_forbid_it():
     hardware = preset("cpu", devices_per_node=2)
     accelerator = OSDPAccelerator(
         cpu=True, osdp=OSDPConfig(strategy="fsdp", sequence_length=LENGTH, hardware=hardware)

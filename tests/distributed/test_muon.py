@@ -1,11 +1,10 @@
-"""torch's Muon on shards: the training of one process, checkpoints, what a step holds and sends, and plans that
-shard for it.
-"""
+"""torch's Muon on shards: training, checkpoints, what a step holds and sends, and plans that shard for it."""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -65,10 +64,11 @@ def model_of(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
     return model
 
 
+in_float64 = patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor.to(torch.float64, copy=True))
+"""Decorator: Muon's products, which are in bf16."""
+
+
 def muon_of(model: nn.Module, **options) -> torch.optim.Muon:
-    torch.Tensor.bfloat16 = lambda tensor: tensor.to(
-        torch.float64, copy=True
-    )  # products in float64, in a process of the test's own
     return torch.optim.Muon([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
 
 
@@ -80,6 +80,7 @@ def planned(model: nn.Module, layout: str, way: str) -> Plan:
     return replace(plan, units=tuple(decisions))
 
 
+@in_float64
 def on_shards(
     layout: str, way: str = "", folder: str = "", start: int = 0, steps: int = 2, **options
 ) -> dict[str, torch.Tensor]:
@@ -90,6 +91,7 @@ def on_shards(
     return full_state_dict(model)
 
 
+@in_float64
 def alone(steps: int, **options) -> dict[str, torch.Tensor]:
     model = model_of()
     trained(model, muon_of(model, **options), None, range(steps))
@@ -111,7 +113,7 @@ def check(cases: list[tuple[str, str, dict]]) -> None:
             assert worst(weights, alone(2, **options)) < 1e-12, (layout, way)
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_training_on_shards_equals_one_process():
     check(CASES)
 
@@ -122,6 +124,7 @@ def test_training_in_groups_and_two_stages_equals_one_process():
     check([("hsdp", "", {}), ("two_stage", "", {}), ("mixed", "states_on_host", {})])
 
 
+@in_float64
 def stepped(layout: str | None, *, closure: bool = False) -> dict[str, torch.Tensor]:
     """Two steps, before which a hook that came after the plan replaces the gradients."""
     model = model_of()
@@ -147,8 +150,8 @@ def stepped(layout: str | None, *, closure: bool = False) -> dict[str, torch.Ten
     return full_state_dict(model)
 
 
-@pytest.mark.on_ranks(2)
-def test_hooks_made_after_the_plan_hold_for_shards_and_closures_are_refused():
+@pytest.mark.on_ranks(2, shared=True)
+def test_later_hooks_hold_for_shards_and_closures_are_refused():
     for layout in ("zero3", "replicate", "mixed"):
         weights = stepped(layout)
         assert dist.get_rank() or worst(weights, stepped(None)) < 1e-12, layout
@@ -158,14 +161,15 @@ def test_hooks_made_after_the_plan_hold_for_shards_and_closures_are_refused():
 
 
 def test_checkpoints_go_on_in_one_process_and_in_another_plan(tmp_path):
-    run_ranks(on_shards, 2, "zero3", "", str(tmp_path), 0, timeout_s=200)
-    run_ranks(on_shards, 1, "replicate", "", str(tmp_path), 2, timeout_s=200)
-    (weights, *_) = run_ranks(on_shards, 2, "mixed", "", str(tmp_path), 4, timeout_s=200)
-    assert worst(weights, run_ranks(alone, 1, 6)[0]) < 1e-12
+    run_ranks(on_shards, 2, "zero3", "", str(tmp_path), 0, shared=True)
+    run_ranks(on_shards, 1, "replicate", "", str(tmp_path), 2, shared=True)
+    (weights, *_) = run_ranks(on_shards, 2, "mixed", "", str(tmp_path), 4, shared=True)
+    assert worst(weights, run_ranks(alone, 1, 6, shared=True)[0]) < 1e-12
 
 
-@pytest.mark.on_ranks(2)
-def test_rows_that_do_not_divide_and_fewer_than_ranks_are_stepped_by_one_gather_a_matrix():
+@pytest.mark.on_ranks(2, shared=True)
+@in_float64
+def test_uneven_and_missing_rows_are_stepped_by_one_gather():
     torch.manual_seed(0)
     plain = nn.Sequential(
         nn.Linear(5, 7, bias=False), nn.Linear(7, 1, bias=False), nn.Linear(1, 6, bias=False)
@@ -194,11 +198,11 @@ def beside_adamw(model: nn.Module) -> tuple[torch.optim.Muon, torch.optim.AdamW]
     return torch.optim.Muon(given[0], lr=1e-2), torch.optim.AdamW(given[1], lr=1e-2)
 
 
-@pytest.mark.on_ranks(2, init=False)
-def test_accelerate_shards_for_muon_beside_adamw_and_trains_as_one_process():
+@pytest.mark.on_ranks(2, shared=True)
+@in_float64
+def test_accelerate_shards_muon_beside_adamw_and_equals_one_process():
     accelerator = OSDPAccelerator(cpu=True, osdp=small_devices(global_batch_size=8, strategy="fsdp"))
     model = tiny_model("gpt2")
-    muon_of(model_of())  # products in float64
     model, *optimizers = accelerator.prepare(model, *beside_adamw(model))
     plan = accelerator.planned_run.plan
     assert {unit.shard_size for unit in plan.units} == {2}
@@ -214,7 +218,7 @@ def test_accelerate_shards_for_muon_beside_adamw_and_trains_as_one_process():
     assert dist.get_rank() or worst(weights, full_state_dict(plain)) < 1e-12
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 @pytest.mark.parametrize(
     "sizes", [pytest.param((2,), marks=pytest.mark.slow), pytest.param((1,), marks=pytest.mark.slow), (2, 1)]
 )
@@ -252,7 +256,7 @@ def test_temporaries_of_a_replica_are_those_of_torch(shape):
     assert after_step(optimizer, *shape)[1] * 4 * parameter.numel == pytest.approx(counted, rel=0.01)
 
 
-def test_optimizers_beside_muon_are_counted_at_least_and_matrices_by_their_shapes():
+def test_optimizers_beside_muon_are_counted_and_matrices_by_shape():
     muon = torch.optim.Muon(
         [nn.Parameter(torch.ones(4, 8)), nn.Parameter(torch.ones(8, 4)), nn.Parameter(torch.ones(4, 8))]
     )
@@ -262,12 +266,11 @@ def test_optimizers_beside_muon_are_counted_at_least_and_matrices_by_their_shape
         2,
         OptimizerStep.FOREACH,
         ((4, 8), (8, 4)),
-    ) and not both.needs_whole
-    wide, other = (ParameterSpec(name="weight", shape=shape, dtype=DType.FLOAT32) for shape in ((4, 8), (8, 8)))
-    assert (
-        both.gathered_bytes(wide, 3) == 2 * 6 * 8
-        and both.gathered_bytes(wide, 1) == both.gathered_bytes(other, 2) == 0
     )
+    assert not both.needs_whole
+    wide, other = (ParameterSpec(name="weight", shape=shape, dtype=DType.FLOAT32) for shape in ((4, 8), (8, 8)))
+    assert both.gathered_bytes(wide, 3) == 2 * 6 * 8
+    assert both.gathered_bytes(wide, 1) == both.gathered_bytes(other, 2) == 0
     whole = spec_of_optimizers([muon, torch.optim.Adafactor([nn.Parameter(torch.ones(8, 8))])], device_type="cpu")
     assert whole.needs_whole and whole.matrices == both.matrices
     sgd = spec_of_optimizers([muon, torch.optim.SGD([nn.Parameter(torch.ones(8))], lr=0.1)], device_type="cpu")

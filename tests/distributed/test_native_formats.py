@@ -24,7 +24,7 @@ def saved(tmp_path) -> str:
     "fsdp_plan" not in {field.name for field in dataclasses.fields(DistributedConfig)},
     reason="transformers before 5.23 has no fsdp_plan",
 )
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_transformers_shards_by_an_exported_plan(saved):
     plan = plan_of(find_units(tiny_model("gpt2")), 2, "zero3")
     model = AutoModelForCausalLM.from_pretrained(

@@ -1,6 +1,4 @@
-"""One process in bf16: what is estimated is what runs, Accelerate's autocast, or FSDP2 where units live on the
-host.
-"""
+"""One process in bf16 is estimated as it runs: under autocast, or FSDP2 where units live on the host."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ def what_ran(accelerator: OSDPAccelerator) -> tuple[bool, bool, bool]:
 
 
 @pytest.mark.on_ranks(1, init=False)
-def test_estimate_of_one_process_in_bf16_is_of_the_autocast_that_runs():
+def test_estimate_of_one_process_in_bf16_counts_autocast():
     accelerator = trained(on_host=False)
     run = accelerator.planned_run
     assert what_ran(accelerator) == (False, True, True)
@@ -57,5 +55,5 @@ def test_estimate_of_one_process_in_bf16_is_of_the_autocast_that_runs():
 
 
 @pytest.mark.on_ranks(1, init=False)
-def test_one_process_in_bf16_with_units_on_the_host_is_estimated_as_fsdp2():
+def test_one_process_with_units_on_host_is_estimated_as_fsdp2():
     assert what_ran(trained(on_host=True)) == (True, False, False)

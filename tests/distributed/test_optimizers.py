@@ -111,7 +111,7 @@ def test_check_refuses_optimizers_that_cannot_run_under_a_plan(name):
         check_optimizer(optimizer)
 
 
-def test_check_finds_out_by_base_class_and_by_a_trial_what_no_name_tells():
+def test_check_finds_by_base_class_and_trial_who_needs_whole():
     weights = [nn.Parameter(torch.ones(2, 2))]
     schedule_at_0, state = SignOfMomentum(weights, lr=0.0), copy.deepcopy(weights)
     assert difference_on_shards(schedule_at_0) < 1e-6
@@ -133,7 +133,7 @@ def test_check_finds_out_by_base_class_and_by_a_trial_what_no_name_tells():
         check_optimizer(Noisy(weights))
 
 
-def test_rebind_takes_a_new_adagrad_with_its_state_and_refuses_a_used_one():
+def test_rebind_takes_new_adagrad_with_state_and_refuses_used_one():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
     rebind_parameters(optimizer, parameter_names(model), model)
@@ -144,7 +144,7 @@ def test_rebind_takes_a_new_adagrad_with_its_state_and_refuses_a_used_one():
         rebind_parameters(optimizer, parameter_names(model), model)
 
 
-def test_strange_and_missing_parameters_are_refused_and_the_optimizer_is_left_as_it_was():
+def test_strange_and_missing_parameters_are_refused_and_optimizer_is_unchanged():
     model, strange = nn.Linear(2, 2), nn.Parameter(torch.ones(5))
     optimizer = torch.optim.SGD([*model.parameters(), strange], lr=0.1)
     with pytest.raises(OSDPError, match=r"shape \(5,\) that the model does not have"):
@@ -180,8 +180,8 @@ def apart(model: nn.Module, others: Iterable[torch.Tensor]) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in zip(whole, others, strict=True))
 
 
-@pytest.mark.on_ranks(2)
-def test_every_optimizer_that_is_let_through_trains_as_one_process_does():
+@pytest.mark.on_ranks(2, shared=True)
+def test_every_allowed_optimizer_trains_as_one_process_does():
     assert len(ELEMENT_WISE) == 10
     for cls in (*ELEMENT_WISE, torch.optim.Rprop, SignOfMomentum):
         model, alone = sharded()
@@ -193,8 +193,8 @@ def test_every_optimizer_that_is_let_through_trains_as_one_process_does():
         assert apart(model, alone.parameters()) < 1e-12, cls
 
 
-@pytest.mark.on_ranks(2)
-def test_others_are_stopped_before_their_first_step_in_a_plain_loop():
+@pytest.mark.on_ranks(2, shared=True)
+def test_others_are_refused_before_their_first_plain_loop_step():
     model, alone = sharded()
     prepare_new_optimizers(model, lambda module, optimizer: None)
     matrices = [p for p in model.parameters() if p.ndim == 2]
@@ -211,7 +211,7 @@ def note(text: str) -> Finding:
     return Finding(Check.PLAN, Severity.NOTE, text)
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_findings_of_one_rank_stop_all_and_notes_stand_once():
     rank = dist.get_rank()
     with pytest.raises(PreflightError, match=r"^On rank 1: Bad here\.$"):

@@ -18,7 +18,7 @@ from tests.helpers.training import MAX_NORM, STEPS, Trained, assert_trained_alik
 
 MODEL = "gpt2"
 worlds = pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-on_ranks = pytest.mark.on_ranks(init=False)
+on_ranks = pytest.mark.on_ranks(shared=True)
 
 
 def sharded(
@@ -39,7 +39,7 @@ def zeroed(parallel: OptimalShardedDataParallel) -> None:
 
 
 @worlds
-@on_ranks
+@pytest.mark.on_ranks(init=False)
 def test_plain_loop_trains_as_one_process_from_a_plan_file(world_size, tmp_path):
     """The loop of the docstring, two micro-steps each, by `micro_step` and by `backward`."""
     model = tiny_model(MODEL)
@@ -133,8 +133,8 @@ def test_optimizer_made_after_an_evaluation_trains_the_model(world_size):
     assert not [name for name in before if torch.equal(before[name], after[name])]
 
 
-@pytest.mark.on_ranks(2, init=False)
-def test_hardware_of_another_world_and_plan_that_is_absent_are_refused(tmp_path):
+@pytest.mark.on_ranks(2, shared=True)
+def test_hardware_of_another_world_and_absent_plan_are_refused(tmp_path):
     """What else is refused is on docs/bad_inputs.md."""
     run = {"sequence_length": SEQUENCE_LENGTH, "global_batch_size": SAMPLES, "memory_limit": "1GiB"}
     for error, said, options in (

@@ -26,12 +26,9 @@ from tests.helpers.layouts import plan_of
 from tests.helpers.models import SAMPLES, SEQUENCE_LENGTH, tiny_batch, tiny_loss, tiny_model
 
 PLANNING = {
-    "sequence_length": SEQUENCE_LENGTH,
-    "global_batch_size": SAMPLES,
-    "hardware": "cpu",
-    "compare": False,
+    "sequence_length": SEQUENCE_LENGTH, "global_batch_size": SAMPLES, "hardware": "cpu", "compare": False,
     "operator_splitting": False,
-}
+}  # fmt: skip
 
 
 def planned(model: nn.Module | None = None, optimizer: Any = None, **options: Any) -> OptimalShardedDataParallel:
@@ -145,8 +142,8 @@ def test_the_scaler_is_public_and_off_without_fp16():
     assert given().grad_scaler(enabled=True, init_scale=8.0).get_scale() == 8
 
 
-@pytest.mark.on_ranks(2)
-def test_fp16_in_a_plain_loop_skips_the_same_steps_on_every_rank():
+@pytest.mark.on_ranks(2, shared=True)
+def test_fp16_in_plain_loop_skips_same_steps_on_every_rank():
     """The docstring's loop; one rank's shard overflows before the second of three steps."""
     model = tiny_model("gpt2", dtype=torch.float32)
     plan = plan_of(find_units(model), dist.get_world_size(), "mixed")

@@ -1,6 +1,4 @@
-"""The parts of a step, each against plain torch on 4 ranks: norm and clipping, loss scaling, optimizers, state,
-order, read-back.
-"""
+"""Parts of a step against plain torch on 4 ranks: clipping, scaling, optimizers, state, order, read-back."""
 
 from __future__ import annotations
 
@@ -29,13 +27,14 @@ from tests.helpers.checkpointed import worst
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import MODELS, tiny_batch, tiny_loss, tiny_model
 from tests.helpers.read_back import read_back, verify_applied
+from tests.helpers.sampling import slow_but
 from tests.helpers.training import MAX_NORM
 
 WORLD_SIZE = 4
 NORM_TYPES = (1.0, 2.0, math.inf)
 ADAMW = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 BLOCK = "transformer.h.{}.mlp.c_fc.weight"
-on_ranks = pytest.mark.on_ranks(WORLD_SIZE)
+on_ranks = pytest.mark.on_ranks(WORLD_SIZE, shared=True)
 
 
 def sharded(meshes: Meshes, layout: str, *, model: torch.nn.Module | None = None, on_host: bool = False):
@@ -66,8 +65,9 @@ def clipped_alone(norm_type: float) -> tuple[torch.Tensor, dict[str, torch.Tenso
 @on_ranks
 def test_clipping_equals_torch_on_whole_gradients():
     meshes = Meshes("cpu")
-    for layout, norm_type in itertools.product(("mixed", "zero3"), NORM_TYPES):
-        model, _, _ = sharded(meshes, layout, model=tiny_model("bert"))
+    models = {layout: sharded(meshes, layout, model=tiny_model("bert"))[0] for layout in ("mixed", "zero3")}
+    for (layout, model), norm_type in itertools.product(models.items(), NORM_TYPES):
+        model.zero_grad()
         tiny_loss(model, my_batch()).backward()
         norm = clip_grad_norm_(model.parameters(), MAX_NORM, norm_type)
         wanted, grads = clipped_alone(norm_type)
@@ -127,14 +127,16 @@ def scaled(meshes: Meshes, name: str, unscale: bool) -> tuple[list[float], list[
     return scales, moved, full_state_dict(model)
 
 
+@pytest.mark.parametrize(
+    ("name", "unscale"),
+    slow_but([("plain", True), ("foreach", False), ("fused", True)], daily=[("foreach", False), ("fused", True)]),
+)
 @on_ranks
-def test_scaler_skips_the_same_steps_on_every_rank():
+def test_scaler_skips_the_same_steps_on_every_rank(name, unscale):
     """Before the second and fourth, one rank's shard overflows in a unit of another mesh than the first gradient's."""
-    meshes = Meshes("cpu")
-    for name, unscale in (("plain", True), ("foreach", False), ("fused", True)):
-        scales, moved, state = scaled(meshes, name, unscale)
-        assert scales == [1024, 512, 512, 256, 256] and moved == [True, False, True, False, True], (name, unscale)
-        assert dist.get_rank() or worst(state, scaled_alone(ADAMW[name], unscale)) < 1e-12, (name, unscale)
+    scales, moved, state = scaled(Meshes("cpu"), name, unscale)
+    assert scales == [1024, 512, 512, 256, 256] and moved == [True, False, True, False, True]
+    assert dist.get_rank() or worst(state, scaled_alone(ADAMW[name], unscale)) < 1e-12
 
 
 def test_scaler_refuses_float16_gradients():
@@ -153,16 +155,10 @@ def unit(*names: str, span: GatherSpan = GatherSpan.USE) -> UnitDescription:
     return UnitDescription(fqn="+".join(names), module_names=names, class_name="", span=span, parameters=())
 
 
-def test_bottom_up_puts_a_unit_after_all_that_lie_in_it():
+def test_bottom_up_puts_a_unit_after_those_inside_it():
     units = (
-        unit(""),
-        unit("h.1"),
-        unit("h.1.mlp"),
-        unit("h.10"),
-        unit("wte", "h.1.mlp.fc"),
-        unit("h"),
-        unit("h.1.attn.q"),
-    )
+        unit(""), unit("h.1"), unit("h.1.mlp"), unit("h.10"), unit("wte", "h.1.mlp.fc"), unit("h"), unit("h.1.attn.q"),
+    )  # fmt: skip
     order = [u.fqn for u in bottom_up(units)]
     assert order[-1] == "" and sorted(order) == sorted(u.fqn for u in units)
     for inner, outer in [
@@ -194,22 +190,21 @@ def test_one_process_is_not_sharded_and_has_no_precision_policy():
 
 
 @on_ranks
-def test_layout_reads_back_as_planned_and_a_changed_one_is_found():
+def test_layout_reads_back_as_planned_and_changes_are_found():
     meshes = Meshes("cpu")
     model, units, plan = sharded(meshes, "mixed", model=tiny_model("bert"))
     verify_applied(model, plan, units)
     read = read_back(model, units)
-    assert {one.shard_size for one in read} == {1, 2, 4} and {one.reshard_after_forward for one in read} == {
+    assert {one.shard_size for one in read} == {1, 2, 4}
+    assert {one.reshard_after_forward for one in read} == {
         True,
         False,
     }
     for one, planned, described in zip(read, plan.units, units, strict=True):
         kept = not planned.reshard_after_forward or described.span is not GatherSpan.USE
-        assert (one.shard_size, one.stage_size, one.reshard_after_forward) == (
-            planned.shard_size,
-            planned.stage_size,
-            not kept,
-        )
+        assert (
+            one.shard_size, one.stage_size, one.reshard_after_forward,
+        ) == (planned.shard_size, planned.stage_size, not kept)  # fmt: skip
     with pytest.raises(PlanMismatchError, match="units differ"):
         verify_applied(model, plan_of(units, WORLD_SIZE, "zero3"), units)
     tampered = next(
@@ -244,7 +239,7 @@ def test_meshes_need_a_process_group():
 
 
 @on_ranks
-def test_plan_that_cannot_be_applied_is_refused_before_anything_is_sharded():
+def test_plan_that_cannot_be_applied_is_refused_before_sharding():
     meshes, fresh = Meshes("cpu"), tiny_model("gpt2")
     model, units, plan = sharded(meshes, "zero3")
     for error, said, refused, its_plan in (
@@ -264,9 +259,8 @@ def test_plan_that_cannot_be_applied_is_refused_before_anything_is_sharded():
 def test_optimizer_made_before_sharding_keeps_its_groups():
     model = tiny_model("gpt2")
     decay, rest = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
-    optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.25}, {"params": rest, "lr": 0.5, "weight_decay": 0.0}], lr=1e-3
-    )
+    groups = [{"params": decay, "weight_decay": 0.25}, {"params": rest, "lr": 0.5, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     names = parameter_names(model)
     before = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
@@ -288,7 +282,7 @@ def test_optimizer_made_before_sharding_keeps_its_groups():
 
 
 @on_ranks
-def test_full_state_is_that_of_the_plain_model_and_loads_into_another_layout():
+def test_full_state_equals_plain_model_and_loads_into_another_layout():
     meshes, plain = Meshes("cpu"), tiny_model("bert")
     model, _, _ = sharded(meshes, "mixed", model=tiny_model("bert"))
     state = full_state_dict(model)

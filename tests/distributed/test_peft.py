@@ -45,7 +45,7 @@ def adapted(name: str = "llama", dtype: torch.dtype = torch.float64) -> nn.Modul
         *(pytest.param("gpt2", layout, marks=pytest.mark.slow) for layout in ("everything", "compiled")),
     ],
 )
-@pytest.mark.on_ranks(2, timeout_s=280)
+@pytest.mark.on_ranks(2, timeout_s=280, shared=True)
 def test_adapters_train_as_in_one_process(name, layout):
     """Compiled blocks, too, with all that they may save."""
     model, before = adapted(name), adapted(name).state_dict()
@@ -80,13 +80,11 @@ def train_with_trainer(folder: str, checkpoint: str | None = None) -> list[float
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_adapters_are_saved_and_loaded_in_pefts_format(tmp_path):
     losses = train_with_trainer(str(tmp_path))
-    assert (
-        train_with_trainer(str(tmp_path), str(tmp_path / f"checkpoint-{STEPS // 2}")) == losses
-        and len(losses) == STEPS
-    )
+    assert train_with_trainer(str(tmp_path), str(tmp_path / f"checkpoint-{STEPS // 2}")) == losses
+    assert len(losses) == STEPS
     saved = tmp_path / "adapters"
     assert json.loads((saved / "adapter_config.json").read_text())["peft_type"] == "LORA"
     assert not list(saved.glob("model*.safetensors")), "the base is not saved again"

@@ -71,9 +71,7 @@ class Tried:
 
 
 def tried(precision: str, *, checkpointing: bool = False, on_meta: bool = False) -> Tried:
-    """Try a mixed plan, and check that nothing is left behind and that estimate, trial and a trial without
-    collectives agree.
-    """
+    """Try a mixed plan: nothing is left behind; estimate, trial and a trial without collectives agree."""
     model, world = model_of().eval(), dist.get_world_size()
     plan = mixed_plan(model, world, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=True)
     optimizer = OptimizerSpec(step=OptimizerStep.FOR_LOOP)
@@ -135,7 +133,7 @@ def test_trial_shows_peak_time_and_collectives_and_leaves_nothing(options):
 
 
 @pytest.mark.on_ranks(2)
-def test_trial_on_cuda_is_first_alone_and_memory_that_runs_out_is_told_to_all():
+def test_cuda_trial_runs_alone_first_and_shares_out_of_memory():
     """The way that CUDA goes, on the CPU: rank 1 alone runs out of memory, while rank 0 trains and clips."""
     found = tried("no")
     trial = replace(found.trial, job=replace(found.trial.job, clips_gradients=True))

@@ -37,7 +37,7 @@ def model_of(storage: torch.dtype, dtype: torch.dtype = torch.float32, **options
         ),
     ],
 )
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_adapters_train_as_in_one_process(layout, storage, options):
     model = model_of(storage, **options)
     units = describe(model, sequence_length=SEQUENCE_LENGTH, recomputation=False).units

@@ -1,6 +1,4 @@
-"""recalibrate on two ranks: what runs was tried, the training is the one that the plan alone would give, and it is
-told.
-"""
+"""recalibrate on two ranks: what runs was tried, and trains as the plan alone does."""
 
 from __future__ import annotations
 
@@ -88,13 +86,10 @@ def plain_loop() -> dict:
     model = OptimalShardedDataParallel(
         tiny_model(),
         OSDPConfig(
-            memory_limit=LIMIT,
-            sequence_length=LENGTH,
-            global_batch_size=8,
-            recalibrate=True,
+            memory_limit=LIMIT, sequence_length=LENGTH, global_batch_size=8, recalibrate=True,
             hardware=preset("cpu", devices_per_node=2),
         ),
-    )
+    )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters())
     batch = torch.stack([row["input_ids"] for row in tokens(model.plan.micro_batch_size)])
     for _ in range(8):
@@ -111,7 +106,7 @@ def same_on_all(found: object) -> bool:
 
 @pytest.mark.slow  # half a minute of trials; tests/unit/preparation/test_recalibrate.py has the rules
 @pytest.mark.on_ranks(2, init=False, timeout_s=200)
-def test_training_after_trials_is_that_of_the_plan_alone_bit_by_bit_and_the_report_tells_them(tmp_path):
+def test_training_after_trials_equals_the_plan_alone_bit_by_bit(tmp_path):
     hardware = preset("cpu", devices_per_node=2)
     osdp = OSDPConfig(
         recalibrate=True, hardware=hardware, memory_limit=LIMIT, micro_batch_size=2, operator_splitting=False,

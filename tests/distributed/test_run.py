@@ -1,6 +1,4 @@
-"""`python -m hf_osdp.run`: scripts that do not know hf_osdp train under a plan, as the stock classes train in one
-process.
-"""
+"""`python -m hf_osdp.run`: scripts that do not know hf_osdp train under a plan as in one process."""
 
 from __future__ import annotations
 
@@ -97,7 +95,7 @@ def run_main(script: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["train.py", "loop.py"])
-def test_an_unmodified_script_trains_under_a_plan_as_it_does_alone(scripts, name):
+def test_unmodified_script_trains_under_a_plan_as_alone(scripts, name):
     losses = {}
     for how, world, more in ((run_main, 2, {}), (run_stock, 1, {"LOCAL_RANK": "-1"})):
         folder = scripts / how.__name__
@@ -164,7 +162,7 @@ OFF = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATE
 
 
 @pytest.mark.on_ranks(2, init=False, env=OFF)
-def test_osdp_false_in_the_launchers_file_leaves_the_script_as_it_is(tmp_path):
+def test_osdp_false_in_the_launchers_file_changes_nothing(tmp_path):
     from hf_osdp import run
 
     (tmp_path / "nothing.py").write_text("")

@@ -1,6 +1,4 @@
-"""Ranks at the start: versions, models, options and devices that differ stop all with one line; a restart finds an
-empty store.
-"""
+"""Ranks that start with other versions, models, options or devices stop with one line."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ def refusal(form_group: Callable[[], object]) -> str:
 
 
 def all_ways(before: bool) -> list[str]:
-    """While rank 1 says that it has another torch: refused; when it does not: training; when it does again, with a
-    group: refused.
-    """
+    """Rank 1 has another torch: refused; the same: trains; another, with a group: refused."""
     rank, true_versions = int(os.environ["RANK"]), package_versions()
     other = {**true_versions, "torch": "1.0" if rank == 1 else true_versions["torch"]}
     refused = []
@@ -77,7 +73,7 @@ def test_missing_rank_ends_the_others_with_one_line():
 
 
 @pytest.mark.on_ranks(2, init=False, timeout_s=30)
-def test_restart_forms_its_group_in_the_store_of_the_start_before():
+def test_restart_forms_its_group_in_the_earlier_store():
     """Two starts in one store of torchrun's: the second must not find addresses of the first."""
     for _ in range(2):
         form()
@@ -133,7 +129,7 @@ def test_ranks_about_to_run_different_things_stop_with_one_line():
 
 
 @pytest.mark.on_ranks(2, init=False)
-def test_gpus_of_two_kinds_stop_all_ranks_that_train_on_them():
+def test_gpus_of_two_kinds_stop_all_ranks():
     rank = form()
     torch.cuda.is_available, torch.cuda.current_device = lambda: True, lambda: 0
     said = (

@@ -1,6 +1,4 @@
-"""Faults of ranks under real launchers: the line that names them, and how long it takes (cases of
-benchmarks/supervision.py).
-"""
+"""Faults of ranks under real launchers (cases of benchmarks/supervision.py): which line names them, and when."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Arguments of the Trainer that FSDP2 or the planner once took for something else; benchmarks/compatibility trains
-with each.
-"""
+"""Arguments of the Trainer that mean something else to FSDP2 or the planner."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def said_by(name: str) -> list[str]:
     return said
 
 
-@pytest.mark.on_ranks(2, init=False)
+@pytest.mark.on_ranks(2, shared=True)
 def test_batch_is_what_the_arguments_mean_for_all_ranks(tmp_path):
     said = said_by("hf_osdp")
     for batch, osdp, changes in (
@@ -52,7 +50,7 @@ def test_batch_is_what_the_arguments_mean_for_all_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("batch", [4, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.on_ranks(2, init=False)
+@pytest.mark.on_ranks(2, shared=True)
 def test_warning_at_resume_compares_what_the_user_set(tmp_path, batch):
     """The second plan has another micro-batch than the first."""
     said = said_by("transformers.trainer_utils")
@@ -66,8 +64,8 @@ def test_warning_at_resume_compares_what_the_user_set(tmp_path, batch):
     assert not lines or "per_device_train_batch_size: 2 (from args) != 4 (from trainer_state.json)" in lines[0]
 
 
-@pytest.mark.on_ranks(2, init=False)
-def test_what_changes_after_the_trainer_was_made_counts_or_is_refused(tmp_path):
+@pytest.mark.on_ranks(2, shared=True)
+def test_later_changes_of_arguments_count_or_are_refused(tmp_path):
     config = OSDPConfig(strategy="fsdp", micro_batch_size=2, hardware=preset("cpu", devices_per_node=2))
     options = {"per_device_train_batch_size": 2, "max_grad_norm": 0.0, "max_steps": 2, "lr_scheduler_type": "constant"}
 

@@ -1,6 +1,4 @@
-"""TRL's trainers on two ranks: what a plan estimates is what the step takes, reference models and their own losses
-included.
-"""
+"""TRL's trainers on two ranks take what the plan estimates, with reference models and their own losses."""
 
 from __future__ import annotations
 
@@ -57,29 +55,20 @@ def _trainer(kind: str):
         case "dpo":
             columns = {"prompt": prompt, "chosen": short, "rejected": long}
             return (
-                trl.DPOTrainer,
-                trl.DPOConfig,
-                LlamaForCausalLM(_config()),
-                columns,
+                trl.DPOTrainer, trl.DPOConfig, LlamaForCausalLM(_config()), columns,
                 {"ref_model": LlamaForCausalLM(_config())},
-            )
+            )  # fmt: skip
         case "kto":
             columns = {"prompt": prompt, "completion": long, "label": [row % 2 == 0 for row in range(32)]}
             return (
-                trl.KTOTrainer,
-                trl.KTOConfig,
-                LlamaForCausalLM(_config()),
-                columns,
+                trl.KTOTrainer, trl.KTOConfig, LlamaForCausalLM(_config()), columns,
                 {"ref_model": LlamaForCausalLM(_config())},
-            )
+            )  # fmt: skip
         case _:
             return (
-                trl.RewardTrainer,
-                trl.RewardConfig,
-                LlamaForSequenceClassification(_config()),
-                {"chosen": long, "rejected": short},
-                {},
-            )
+                trl.RewardTrainer, trl.RewardConfig, LlamaForSequenceClassification(_config()),
+                {"chosen": long, "rejected": short}, {},
+            )  # fmt: skip
 
 
 @pytest.mark.slow

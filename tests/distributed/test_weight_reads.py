@@ -145,7 +145,7 @@ CASES = {
 RECOMPUTED = ("forward_reads_head", "read_first")
 EVERYDAY = {
     2: {f"llama-{kind}-zero3" for kind in KINDS} | {f"gpt2-{kind}-mixed-checkpointing" for kind in RECOMPUTED},
-    4: {f"llama-{kind}-everything-accumulate" for kind in KINDS},
+    4: {f"llama-{kind}-everything-accumulate" for kind in ("forward_reads_head", "penalties", "own_parameters")},
 }
 
 
@@ -186,7 +186,8 @@ def reference(model_name: str, kind: str, accumulation_steps: int) -> Trained:
 @functools.cache
 def results(world_size: int, slow: bool) -> dict[str, Trained]:
     names = tuple(name for name in CASES if (name not in EVERYDAY[world_size]) == slow)
-    return run_ranks(run_cases, world_size, names, timeout_s=600 if slow else 240, nodes=world_size // 2)[0]
+    limit_s = 600 if slow else 240
+    return run_ranks(run_cases, world_size, names, timeout_s=limit_s, shared=True, nodes=world_size // 2)[0]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +250,7 @@ def test_guard_raises_on_all_ranks_where_reads_are_not_gathered():
         train_sharded(*sharded(warm, "zero2", meshes))
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_second_backward_through_a_read_weight_is_refused():
     model, _ = sharded(tiny_model("llama"), "zero3")
     tiny_loss(model, tiny_batch(0)).backward(retain_graph=True)  # nothing was read
@@ -257,7 +258,7 @@ def test_second_backward_through_a_read_weight_is_refused():
         loss_reads_head(model, tiny_batch(0)).backward(retain_graph=True)
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_evaluation_reads_whole_weights_and_leaves_shards():
     meshes = Meshes("cpu")
     for kind, (_, loss_of) in KINDS.items():
@@ -284,7 +285,7 @@ def _loss_with_empty(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.
     return tiny_loss(model, batch) + model.model.layers[0].empty.sum()
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_parameter_without_elements_trains_as_alone():
     """As MobileBERT has where hidden size and embedding size are equal; FSDP2 cannot reduce it."""
     model, plan = sharded(_with_empty(), "mixed")

@@ -1,6 +1,4 @@
-"""Work on weights between steps: averages, whole parameters, torch's clipping; as in one process, or refused in a
-line.
-"""
+"""Work on weights between steps is as in one process, or refused in a line."""
 
 from __future__ import annotations
 
@@ -81,7 +79,7 @@ def pair(layout: str) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, torc
     return model, optimizer, alone, torch.optim.SGD(alone.parameters(), lr=0.1)
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_torchs_clipping_equals_one_process_under_every_layout():
     for layout in LAYOUTS:
         model, optimizer, alone, other = pair(layout)
@@ -102,7 +100,7 @@ def test_torch_cannot_clip_on_several_meshes_by_itself():
         stock([p.grad for p in model.parameters() if p.grad is not None and p.dim()])
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_a_reference_of_another_layout_follows_element_by_element():
     for layout in LAYOUTS:
         model, optimizer, alone, other = pair(layout)
@@ -125,7 +123,7 @@ def follow(reference: nn.Module, model: nn.Module) -> None:
         parameter.data.mul_(0.5).add_(followed[name].data, alpha=0.5)
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_averages_of_whole_copies_equal_one_process():
     for layout, options in (("mixed", {}), ("zero3", {"multi_avg_fn": get_ema_multi_avg_fn(0.5)})):
         model, optimizer, alone, other = pair(layout)
@@ -149,7 +147,7 @@ def test_averages_of_whole_copies_equal_one_process():
         assert_equal(model, alone)
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_sums_over_layouts_and_work_with_gradients():
     model, alone = sharded("mixed"), whole_model()
     with AcrossLayouts("Work on weights in on_step_end"):
@@ -163,7 +161,7 @@ def test_sums_over_layouts_and_work_with_gradients():
     assert float(distance) == 0.0
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_a_rank_that_gathers_alone_is_refused():
     model, alone = sharded("zero3"), whole_model()
     weight, process_group.ALL_CALL_S = model.lm_head.weight.detach(), 1.0
@@ -175,8 +173,8 @@ def test_a_rank_that_gathers_alone_is_refused():
     process_group.ALL_CALL_S = 300.0
 
 
-@pytest.mark.on_ranks(2)
-def test_full_parameters_are_whole_inside_and_shards_with_the_first_ranks_changes_after():
+@pytest.mark.on_ranks(2, shared=True)
+def test_full_parameters_are_whole_inside_and_shards_after():
     for layout in LAYOUTS:
         model, optimizer, alone, other = pair(layout)
         stepped(model, optimizer, 0)
@@ -200,7 +198,7 @@ def test_full_parameters_are_whole_inside_and_shards_with_the_first_ranks_change
         assert_equal(model, alone)
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_full_parameters_restore_shards_after_an_error_and_refuse_calls():
     model = sharded("mixed")
     before = copy.deepcopy(full_state_dict(model))
@@ -221,7 +219,7 @@ def test_full_parameters_restore_shards_after_an_error_and_refuse_calls():
         tiny_loss(plain, tiny_batch(0))
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_whole_weights_are_loaded_and_parts_are_saved(tmp_path):
     for layout in LAYOUTS:
         model, optimizer, alone, other = pair(layout)
@@ -301,7 +299,7 @@ def test_callbacks_average_weights_as_under_the_stock_trainer(tmp_path, averaged
         trainer.train()
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_merged_adapters_are_saved_as_in_one_process(tmp_path):
     peft = pytest.importorskip("peft", reason="needs the extra `trainers`")
     config = peft.LoraConfig(

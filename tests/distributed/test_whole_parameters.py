@@ -1,6 +1,4 @@
-"""Optimizers that look at whole parameters: units that they train are replicated, frozen ones sharded; they train
-as one process does.
-"""
+"""Optimizers that look at whole parameters: what they train is replicated, and trains as in one process."""
 
 from __future__ import annotations
 
@@ -96,9 +94,7 @@ def plan_for(model: nn.Module) -> Plan:
 
 
 def on_ranks(kind: str, folder: str = "", start: int = 0, steps: int = 3) -> tuple[dict, dict, list, list]:
-    """Train by the plan, from a checkpoint if there is one; return weights, planned and held bytes of states, and
-    this rank's replicas.
-    """
+    """Train by the plan; return weights, planned and held bytes of states, this rank's replicas and states."""
     model = partly_frozen(seed=start)
     units, plan = find_units(model), plan_for(model)
     optimizer = trained_by_plan(
@@ -120,8 +116,8 @@ def alone(kind: str, steps: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_equals_one_process_replicas_stay_equal_and_states_take_what_is_planned(kind):
-    (weights, nbytes, *first), (_, _, *second) = run_ranks(on_ranks, 2, kind, timeout_s=200)
+def test_training_equals_one_process_and_states_take_planned_bytes(kind):
+    (weights, nbytes, *first), (_, _, *second) = run_ranks(on_ranks, 2, kind, timeout_s=200, shared=True)
     assert worst(weights, alone(kind, 3)) < (1e-2 if kind == "muon" else 1e-12), (
         "Muon multiplies in bf16, whatever it is given"
     )
@@ -132,13 +128,13 @@ def test_training_equals_one_process_replicas_stay_equal_and_states_take_what_is
 
 @pytest.mark.parametrize("kind", ["adafactor", "torch's adafactor", "global norm"])
 def test_checkpoints_go_on_in_one_process_and_back(tmp_path, kind):
-    run_ranks(on_ranks, 2, kind, str(tmp_path), 0, 2, timeout_s=200)
-    run_ranks(on_ranks, 1, kind, str(tmp_path), 2, 2, timeout_s=200)
-    (weights, *_), _ = run_ranks(on_ranks, 2, kind, str(tmp_path), 4, 2, timeout_s=200)
+    run_ranks(on_ranks, 2, kind, str(tmp_path), 0, 2, timeout_s=200, shared=True)
+    run_ranks(on_ranks, 1, kind, str(tmp_path), 2, 2, timeout_s=200, shared=True)
+    (weights, *_), _ = run_ranks(on_ranks, 2, kind, str(tmp_path), 4, 2, timeout_s=200, shared=True)
     assert worst(weights, alone(kind, 6)) < 1e-12
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_parameters_that_are_sharded_or_in_slices_are_refused():
     model = partly_frozen()
     plan = plan_of(find_units(model), 2, "zero3")
@@ -197,7 +193,7 @@ def test_trainer_plans_for_adafactor_resumes_and_equals_the_stock_one(tmp_path, 
 
 
 @pytest.mark.on_ranks(2, init=False)
-def test_accelerate_plans_for_adafactor_beside_adamw_and_a_plain_loop_for_adafactor_by_name():
+def test_accelerate_and_plain_loop_plan_for_adafactor():
     accelerator = OSDPAccelerator(cpu=True, osdp=small_devices(global_batch_size=8))
     model = tiny_model("gpt2")
     matrices, others = [p for p in model.parameters() if p.dim() == 2], [p for p in model.parameters() if p.dim() != 2]
@@ -221,7 +217,7 @@ def test_what_is_counted_is_what_the_name_says():
     assert replace(counted, loop_scratch=2.0) == named and abs(counted.loop_scratch - 2) < 0.05
 
 
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_rounding_at_random_is_refused_where_there_are_replicas_alone():
     torchao = pytest.importorskip("torchao.optim", reason="torchao is not installed; pip install 'hf_osdp[low-bit]'")
     for layout, dtype, refused in (

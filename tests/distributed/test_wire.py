@@ -1,6 +1,4 @@
-"""Fewer bits on the wire: what is sent and decoded, that ranks never drift apart, and that the same code path is
-exact without rounding.
-"""
+"""Fewer bits on the wire: what is decoded, ranks that stay equal, and exactness without rounding."""
 
 from __future__ import annotations
 
@@ -75,7 +73,7 @@ def test_values_of_other_dtypes_are_coded_as_their_float32(wire, dtype):
     assert (sent(values, wire) - values).abs().max() < {INT8: 0.03, INT4: 1.0}[wire]
 
 
-def test_one_large_value_takes_less_precision_from_others_where_they_are_turned():
+def test_large_value_takes_less_precision_where_values_are_turned():
     """A gradient with outliers: 4 bits with the Hadamard matrix beat 4 bits without."""
     values = torch.randn(2**14, generator=torch.Generator().manual_seed(1))
     values[::100] *= 50
@@ -107,8 +105,8 @@ def test_allowed_formats_are_no_coarser_than_asked():
     )
 
 
-@pytest.mark.on_ranks(3)
-def test_collectives_give_every_rank_the_same_bits_near_the_exact_result():
+@pytest.mark.on_ranks(3, shared=True)
+def test_collectives_give_all_ranks_equal_bits_near_exact_result():
     world, rank = dist.get_world_size(), dist.get_rank()
     for wire in WireFormat:
         within = {BF16: 0.01, INT8: 0.02, INT4: 0.2}[wire]
@@ -182,9 +180,7 @@ def test_all_reduce_between_replicas_is_announced_to_who_measures():
 
 
 def wired(plan: Plan, wire: WireFormat) -> Plan:
-    """Two nodes of two: what goes between them is sent so; whole shards over all of them are gathered in two
-    stages.
-    """
+    """Two nodes of two; whole shards over all of them are gathered in two stages."""
     units = []
     for unit in plan.units:
         staged = replace(unit, shard_size=4, stage_size=2) if unit.shard_size == 4 else unit
@@ -225,7 +221,7 @@ def exactly(layout: str, steps: int = 1) -> Trained:
 
 @pytest.mark.on_ranks(4, nodes=2)
 def test_without_rounding_the_same_code_path_trains_as_one_process():
-    for layout, steps in (("hsdp", 1), ("two_stage", 2), ("mixed", 2)):
+    for layout, steps in (("two_stage", 2), ("mixed", 2)):  # hsdp's groups are in mixed
         assert_trained_alike(exactly(layout, steps), lambda steps=steps: train_alone("gpt2", accumulation_steps=steps))
 
 
@@ -236,12 +232,12 @@ def assert_same_on_all_ranks(name: str, tensor: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("wire", slow_but(WireFormat, daily=(INT4,)))
-@pytest.mark.on_ranks(4, nodes=2)
-def test_replicas_and_gathered_parameters_stay_equal_to_the_bit_over_twenty_steps(wire):
+@pytest.mark.on_ranks(4, nodes=2, shared=True)
+def test_replicas_and_gathered_parameters_stay_equal_to_the_bit(wire):
     torch.set_default_dtype(torch.float32)
     model, _ = applied("mixed", wire)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), []
-    for step in range(20):
+    for step in range(9):
         loss = tiny_loss(model, tiny_batch(step % 4, part=dist.get_rank(), parts=4))
         loss.backward()
         optimizer.step()
@@ -258,7 +254,7 @@ def test_replicas_and_gathered_parameters_stay_equal_to_the_bit_over_twenty_step
             assert_same_on_all_ranks(name, parameter.data)
 
 
-@pytest.mark.on_ranks(4, nodes=2)
+@pytest.mark.on_ranks(4, nodes=2, shared=True)
 def test_a_format_that_was_changed_after_the_plan_is_named():
     model, plan = applied("two_stage", INT8)
     units = find_units(tiny_model("gpt2"))
@@ -289,9 +285,7 @@ def stock(tmp_path_factory) -> dict[str, list[float]]:
 @pytest.mark.on_ranks(2, nodes=2, init=False)
 @pytest.mark.parametrize("strategy", slow_but(("fsdp", "ddp"), daily=("fsdp",)))
 def test_trainer_sends_what_the_planner_chose_saves_masters_and_resumes(tmp_path, stock, strategy):
-    """Two machines of one rank: near the stock run, as far as rounding allows; the resumed half sends what the
-    whole run sent.
-    """
+    """Two machines of one rank: near the stock run; the resumed half sends what the whole run sent."""
     args = arguments(str(tmp_path), per_device_train_batch_size=4, save_strategy="steps", save_steps=2)
     slow = replace(preset("cpu", nodes=2), inter_node=Link(latency_s=1e-4, bytes_per_s=1e6, source="made up"))
     options = {"hardware": slow, "memory_limit": "1GiB", "strategy": strategy}

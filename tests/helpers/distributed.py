@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import math
@@ -14,14 +15,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
 
-from .rank import TASK
+from .rank import TASK, serve_calls, write
 
 ROOT = Path(__file__).resolve().parents[2]
 _GRACE_S = 3.0
@@ -97,7 +98,7 @@ class Rank:
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0, **options: Any
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0, shared: bool = False, **options: Any
 ) -> list[Any]:
     """Call `fn(*args)` on `world_size` fresh processes that form one gloo process group.
 
@@ -110,6 +111,9 @@ def run_ranks(
         world_size: number of ranks.
         *args: pickled and given to every rank.
         timeout_s: seconds after which every rank prints its stack and is ended.
+        shared: call it on ranks that have run other tests, which takes half as long: what torch works out once for
+            each operator and mesh is there. For functions that leave a process as it was; after one that fails, or
+            that has replaced something, the next call gets fresh ranks.
         **options: of `ranks_of`.
 
     Returns:
@@ -119,15 +123,84 @@ def run_ranks(
         RankFailure: with the traceback of the rank that failed first.
         ValueError: `fn` cannot be imported by name.
     """
+    if shared:
+        assert options.keys() <= {"nodes"}, "shared ranks have no other options"
+        return _call_shared(fn, args, timeout_s, (world_size, options.get("nodes", 1)))
     with ranks_of(fn, world_size, *args, timeout_s=timeout_s, **options) as ranks:
-        deadline, failed_s = time.monotonic() + timeout_s + _GRACE_S, math.inf
-        while any(rank.poll() is None for rank in ranks) and time.monotonic() < min(deadline, failed_s + _GRACE_S):
-            if any(rank.returncode for rank in ranks):
-                failed_s = min(failed_s, time.monotonic())
-            time.sleep(_POLL_S)
+        _wait(ranks, timeout_s)
         if any(rank.returncode != 0 for rank in ranks):
             raise _failure(ranks, timeout_s)
         return [rank.result for rank in ranks]
+
+
+def _wait(ranks: list[Rank], timeout_s: float, done: Callable[[], bool] = lambda: False) -> None:
+    """Until all ranks have ended, or are done, or one has failed and the others had time to end by themselves."""
+    deadline, failed_s = time.monotonic() + timeout_s + _GRACE_S, math.inf
+    while any([rank.poll() is None for rank in ranks]) and time.monotonic() < min(deadline, failed_s + _GRACE_S):
+        if any(rank.returncode for rank in ranks):
+            failed_s = min(failed_s, time.monotonic())
+        elif done():
+            return
+        time.sleep(_POLL_S)
+
+
+class _SharedRanks:
+    """Ranks that serve calls, one after the other, until one fails or replaces something."""
+
+    def __init__(self, world_size: int, nodes: int):
+        self.closing = ExitStack()
+        self._folder = Path(self.closing.enter_context(tempfile.TemporaryDirectory(prefix="hf_osdp_calls_")))
+        ranks = ranks_of(serve_calls, world_size, str(self._folder), timeout_s=_LONGEST_S, nodes=nodes)
+        self._ranks, self._served = self.closing.enter_context(ranks), list[str]()
+
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> tuple[list[Any], bool]:
+        """What each rank returned, and whether the ranks can serve another call."""
+        number = len(self._served)
+        written = [self._folder / f"done{number}.{rank}" for rank in range(len(self._ranks))]
+        call = (timeout_s, dict(os.environ), pickle.dumps(fn), pickle.dumps(args))
+        write(self._folder / f"call{number}", pickle.dumps(call))
+        _wait(self._ranks, timeout_s, done=lambda: all(path.exists() for path in written))
+        if not all(path.exists() for path in written):
+            error = _failure(self._ranks, timeout_s)
+            error.args = (f"{error}\nThese ranks had served: {', '.join(self._served) or 'nothing'}.",)
+            raise error
+        self._served.append(fn.__qualname__)
+        results, changed = zip(*(pickle.loads(path.read_bytes()) for path in written), strict=True)
+        return [pickle.loads(result) for result in results], not any(changed)
+
+
+_SHARED: dict[tuple[int, int], _SharedRanks] = {}
+"""By numbers of ranks and of nodes; those that served last come last."""
+_MOST_SHARED = 3
+_LONGEST_S = 24 * 3600.0
+
+
+def _call_shared(fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float, size: tuple[int, int]) -> list[Any]:
+    _check_importable(fn)
+    ranks, goes_on = _SHARED.pop(size, None) or _SharedRanks(*size), False
+    try:
+        results, goes_on = ranks.call(fn, args, timeout_s)
+    finally:
+        if goes_on:
+            _SHARED[size] = ranks
+        else:
+            ranks.closing.close()
+    if len(_SHARED) > _MOST_SHARED:
+        _SHARED.pop(next(iter(_SHARED))).closing.close()
+    return results
+
+
+@atexit.register
+def _end_shared() -> None:
+    while _SHARED:
+        _SHARED.popitem()[1].closing.close()
+
+
+def _check_importable(fn: Callable[..., Any]) -> None:
+    if fn.__module__ == "__main__" or "<locals>" in fn.__qualname__:
+        raise ValueError(
+            f"run_ranks needs a function at the top of an importable module, not {fn.__module__}.{fn.__qualname__}."
+        )
 
 
 @contextmanager
@@ -155,10 +228,7 @@ def ranks_of(
         one_gpu: the ranks see this machine's first GPU, all the same one, and their NCCL takes each for a machine of
             its own; they are new processes, as CUDA cannot be used in a fork. `fn` forms the process group.
     """
-    if fn.__module__ == "__main__" or "<locals>" in fn.__qualname__:
-        raise ValueError(
-            f"run_ranks needs a function at the top of an importable module, not {fn.__module__}.{fn.__qualname__}."
-        )
+    _check_importable(fn)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     common = {
         **os.environ, **_FIXED, "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
@@ -213,13 +283,13 @@ def _new_process(folder: Path, rank: int, env: Mapping[str, str]) -> Rank:
 
 
 def _fork(folder: Path, rank: int, env: Mapping[str, str]) -> Rank:
-    pid = _ask({"folder": str(folder), "rank": rank, "env": env})
-    return Rank(folder, rank, pid, lambda: _ask({"pid": pid}))
+    server = _server(os.environ.get("OSDP_TEST_PRELOAD", ""))
+    pid = _ask(server, {"folder": str(folder), "rank": rank, "env": env})
+    return Rank(folder, rank, pid, lambda: _ask(server, {"pid": pid}))
 
 
-def _ask(request: dict[str, Any]) -> Any:
+def _ask(process: subprocess.Popen, request: dict[str, Any]) -> Any:
     """One question to the process whose forks the ranks are."""
-    process = _server(os.environ.get("OSDP_TEST_PRELOAD", ""))
     process.stdin.write(json.dumps(request).encode() + b"\n")
     process.stdin.flush()
     line = process.stdout.readline()

@@ -10,10 +10,12 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib
+import itertools
 import json
 import os
 import pickle
 import random
+import signal
 import sys
 import threading
 import time
@@ -32,6 +34,8 @@ SLOW_PACKAGES = (
     "hf_osdp.integrations.trainer", "hf_osdp.cli.app",
 )  # fmt: skip
 """What ranks import, which takes one some seconds."""
+_WATCHED = ("torch", "torch.cuda", "torch.distributed", "torch.optim", "random")
+"""Packages of others whose functions tests replace."""
 
 
 def serve() -> None:
@@ -102,9 +106,9 @@ def main(folder: Path, rank: int) -> int:
             "type": type(error).__name__,
             "traceback": traceback.format_exc() + _values(error),
         }
-        _write(folder / f"error{rank}", pickle.dumps(found))
+        write(folder / f"error{rank}", pickle.dumps(found))
         return EXIT_ERROR
-    _write(folder / f"result{rank}", result)
+    write(folder / f"result{rank}", result)
     return 0
 
 
@@ -124,6 +128,81 @@ def _call(task: dict[str, Any]) -> Any:
     return result
 
 
+def serve_calls(folder: str) -> None:
+    """Call, on each of several ranks, the functions in `call0`, `call1`, ... of the folder as they come, and write
+    `done0.<rank>`, ... after each: the result, and whatever the function has replaced. An error ends the rank.
+    """
+    import torch
+    import torch.distributed as dist
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    rank, random_state, folder_before, own = dist.get_rank(), torch.get_rng_state(), os.getcwd(), dict(os.environ)
+    for number in itertools.count():
+        faulthandler.cancel_dump_traceback_later()
+        while not (path := Path(folder) / f"call{number}").exists():
+            time.sleep(0.005)
+        timeout_s, environment, fn, args = pickle.loads(path.read_bytes())
+        faulthandler.dump_traceback_later(timeout_s, exit=True)
+        if number == 0:  # what makes a rank of it stays
+            own = {name: value for name, value in own.items() if environment.get(name) != value}
+        os.environ.clear()
+        os.environ.update({**environment, **own})
+        os.chdir(folder_before)
+        torch.set_rng_state(random_state)
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        call = pickle.loads(fn)  # imports the test's module
+        before = _replaceable()
+        result = pickle.dumps(call(*pickle.loads(args)))
+        dist.barrier()
+        gc.collect()
+        after = _replaceable()
+        # torch wraps `step` of a class of optimizers when the first of them is made.
+        changed = [f"{place}.{name}" for place, names in before.items() for name, value in names.items()
+                   if (new := after.get(place, {}).get(name)) is not value
+                   and not getattr(new, "hooked", False)]  # fmt: skip
+        write(Path(folder) / f"done{number}.{rank}", pickle.dumps((result, changed)))
+
+
+def _replaceable() -> dict[str, dict[str, Any]]:
+    """What a test may have replaced for all that come after it: by place, names and their values."""
+    import torch
+    from torch.nn.modules import module as modules
+    from torch.optim import optimizer as optimizers
+
+    from hf_osdp.modeling import step_hooks
+
+    held = {
+        f"{name} of {owner.__name__}": value
+        for owner in (modules, optimizers)
+        for name, value in vars(owner).items()
+        if name.startswith("_global_") and hasattr(value, "values")
+    }
+    # Ours stays with torch's, and runs these.
+    ours = step_hooks.StepHooks
+    hooks = {name: sum(not isinstance(getattr(hook, "__self__", None), ours) for hook in value.values())
+             for name, value in held.items()}  # fmt: skip
+    hooks |= {name: sum("<locals>" in getattr(hook, "__qualname__", "<locals>") for hook in getattr(step_hooks, name))
+              for name in ("before_step", "after_step")}  # fmt: skip
+    found: dict[str, dict[str, Any]] = {
+        "torch's state": {
+            "dtype": torch.get_default_dtype(),
+            "grad": torch.is_grad_enabled(),
+            "threads": torch.get_num_threads(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "SIGTERM": signal.getsignal(signal.SIGTERM),
+            **hooks,
+        },
+    }
+    for name, module in list(sys.modules.items()):
+        if name in _WATCHED or name.startswith(("hf_osdp", "tests.")):
+            found[name] = dict(vars(module))
+            for own in [value for value in found[name].values() if isinstance(value, type)]:
+                if own.__module__ == name or own is torch.Tensor:
+                    found[f"{name}.{own.__name__}"] = dict(vars(own))
+    return found
+
+
 def _values(error: BaseException) -> str:
     """The values where an assertion failed, which pytest shows of its own process only."""
     if not isinstance(error, AssertionError):
@@ -135,7 +214,8 @@ def _values(error: BaseException) -> str:
     return "".join(f"    {name} = {repr(value)[:300]}\n" for name, value in frames[-1].f_locals.items())
 
 
-def _write(path: Path, content: bytes) -> None:
+def write(path: Path, content: bytes) -> None:
+    """All of it or nothing, for who waits for the file."""
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(content)
     partial.replace(path)
