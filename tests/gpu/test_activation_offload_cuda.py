@@ -122,7 +122,7 @@ def test_what_waits_lies_in_page_locked_memory():
     assert pinned and all(pinned)
 
 
-def test_copies_run_beside_the_forward_that_saves_and_end_with_it():
+def test_copies_run_beside_forward_and_end_with_it():
     block = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(CUDA)
     computed = torch.cuda.Event()
     block[-1].register_forward_hook(lambda *_: computed.record())

@@ -70,7 +70,7 @@ def test_fastest_is_the_optimum_of_the_whole_program(monkeypatch, seed, broken):
 
 
 @pytest.mark.parametrize("seed", slow_but(range(8), daily=(0, 5)))
-def test_the_pattern_of_a_plan_refuses_no_plan_that_has_it(seed):
+def test_pattern_of_a_plan_refuses_no_plan_with_it(seed):
     """With the counts of a plan's classes required, exactly and as bounds, the relaxation is still no dearer than
     the plan.
     """
@@ -103,7 +103,7 @@ def test_classes_follow_one_another_in_backward():
 
 
 @pytest.mark.parametrize("times_the_least", [1.3, 2.0])
-def test_no_plan_costs_less_than_its_options_add_to_the_bound(times_the_least):
+def test_no_plan_costs_less_than_bound_and_its_options(times_the_least):
     """Groups of equal units share options, but not what these add."""
     plain = transformer(layers=24, hidden=512, vocabulary=1000, sequence_length=128)
     description = replace(
@@ -130,7 +130,7 @@ def test_no_plan_costs_less_than_its_options_add_to_the_bound(times_the_least):
 
 
 @pytest.mark.parametrize("hidden", [16, 64, 512])
-def test_a_limit_that_is_met_exactly_is_met_at_any_size(hidden):
+def test_limit_met_exactly_is_met_at_any_size(hidden):
     """Bytes of a few KiB or of GiB beside counts of units: no solver takes a limit without room for one that cannot
     be met.
     """

@@ -178,7 +178,7 @@ def test_search_equals_brute_force_where_what_is_trained_stays_whole(seed):
 
 
 @pytest.mark.parametrize("seed", slow_but(range(60), daily=range(10)))
-def test_search_equals_brute_force_where_matrices_are_gathered_in_the_step(seed):
+def test_search_equals_brute_force_where_matrices_are_gathered(seed):
     """Whole matrices pass in the step, of single units, beside what another optimizer's step takes."""
     dice = random.Random(seed)
     hardware = replace(small_hardware(dice), nodes=1, devices_per_node=dice.choice([2, 4]), host=None)
@@ -194,7 +194,7 @@ def test_search_equals_brute_force_where_matrices_are_gathered_in_the_step(seed)
 
 # Before the level between two moments could exceed the limit, instances 1 and 11 got a slower plan, or none.
 @pytest.mark.parametrize("seed", slow_but(range(60), daily=(1, 11)))
-def test_search_equals_brute_force_where_gradients_of_the_root_are_all_that_counts(seed):
+def test_search_equals_brute_force_where_only_root_gradients_count(seed):
     """Nothing is saved or temporary, so that the level is highest just before the last reductions."""
     dice = random.Random(seed)
     nodes, per_node = dice.choice([(1, 2), (1, 3), (1, 5)])

@@ -204,7 +204,7 @@ def limits_between(layouts: Layouts, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", slow_but(SEEDS, daily=SEEDS[3:7]))
-def test_plan_of_a_long_row_is_optimal_among_those_laid_out_by_the_rule(seed):
+def test_plan_of_a_long_row_is_optimal_by_the_rule(seed):
     description, hardware, job = instance(seed)
     (batch,) = batches(job, WORLD)
     layouts = every_layout(description, hardware, job, batch)

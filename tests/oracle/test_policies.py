@@ -75,7 +75,7 @@ def test_what_is_fixed_is_what_runs():
     assert again == {description.units[i].fqn for i in description.recomputable} != set()
 
 
-def test_one_device_moves_no_more_to_the_host_than_it_must():
+def test_one_device_moves_to_host_only_what_it_must():
     description, hardware, job = instance(5)
     alone = replace(hardware, nodes=1, devices_per_node=1, margin=0.06)
     job = replace(job, global_batch_size=2, recompute=False)
@@ -86,7 +86,7 @@ def test_one_device_moves_no_more_to_the_host_than_it_must():
     assert less.step_s < everything.plan.step_s
 
 
-def test_host_that_is_too_small_or_unknown_is_refused_where_it_is_asked_for():
+def test_host_too_small_or_unknown_is_refused_where_asked_for():
     description, hardware, job = instance(0)
     tiny = replace(hardware, host=replace(hardware.host, memory_bytes=10))
     with pytest.raises(HardwareError, match="but it has 10 B"):

@@ -73,12 +73,12 @@ def check(description, hardware, job, dice) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("first", slow_but(range(0, 120, 10), daily=(0,)))
-def test_plan_under_simplicity_is_the_simplest_of_all_near_the_fastest(first):
+def test_plan_under_simplicity_is_the_simplest_near_the_fastest(first):
     assert checked(range(first, first + 10)) == (True, False)
 
 
 @pytest.mark.parametrize("most_work", [0.0, pytest.param(0.004, marks=pytest.mark.slow)])
-def test_plan_under_simplicity_is_near_the_fastest_where_the_work_ends(monkeypatch, most_work):
+def test_plan_under_simplicity_is_near_fastest_where_work_ends(monkeypatch, most_work):
     monkeypatch.setattr(module, "SimplestSearch", lambda *arguments: SimplestSearch(*arguments[:-1], most_work))
     assert checked(range(4))[1]
 

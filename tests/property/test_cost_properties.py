@@ -89,7 +89,7 @@ def test_no_plan_peaks_below_the_floor(seed, world, job, backend):
 
 @quick
 @given(st.sampled_from(preset_names()), worlds, st.integers(0, 2**40), st.integers(0, 2**40))
-def test_collectives_take_longer_for_more_bytes_and_all_reduce_as_long_as_both_others(name, world, one, other):
+def test_collectives_take_longer_for_more_and_all_reduce_for_both(name, world, one, other):
     hardware = bare_preset(name, nodes=world[0], devices_per_node=world[1])
     fewer, more = sorted((one, other))
     for size in divisors(hardware.world_size):
@@ -114,7 +114,7 @@ def test_exposed_communication_is_never_more_than_all(seed, world, job):
 
 @quick
 @given(st.integers(1, 2**60 - 2**50))
-def test_bytes_survive_their_text_to_the_last_digit_that_is_printed(nbytes):
+def test_bytes_survive_their_text_to_the_last_printed_digit(nbytes):
     assert parse_bytes(nbytes) == nbytes
     assert nbytes > 2**53 or parse_bytes(str(nbytes)) == nbytes  # text is read as a float
     text = format_bytes(nbytes)

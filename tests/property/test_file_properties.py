@@ -269,12 +269,12 @@ def damaged(kind: str, dice: random.Random) -> str:
 
 
 @holds(files, st.randoms(use_true_random=False), few=150, many=20_000)
-def test_fields_that_are_changed_in_any_way_are_read_or_refused(kind, dice):
+def test_fields_changed_in_any_way_are_read_or_refused(kind, dice):
     is_read_or_refused(kind, damaged(kind, dice))
 
 
 @holds(files, st.floats(0, 1), st.floats(0, 1), st.binary(max_size=8), few=60, many=5000)
-def test_bytes_that_are_lost_or_put_in_are_read_or_refused(kind, begin, end, put):
+def test_bytes_lost_or_put_in_are_read_or_refused(kind, begin, end, put):
     text = json.dumps(FILES[kind][2]).encode()
     low, high = sorted((int(begin * len(text)), int(end * len(text))))
     changed = text[:low] + put + text[low + (high - low) % 40 :]

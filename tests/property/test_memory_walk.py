@@ -270,7 +270,7 @@ def test_each_moment_is_the_sum_of_what_is_there(seed, world_size, job, batch, k
     assert found.host_bytes == sum(u.host for u in sums.units) + max(u.host_moment for u in sums.units) + waits
 
 
-def test_segments_of_units_gathered_for_the_step_may_free_more_than_they_save():
+def test_segments_of_units_in_step_may_free_beyond_saved():
     segment = Segment(unit=0, saved_bytes=Affine(constant=-50, per_sample=10))
     for span, left in ((GatherSpan.STEP, -30), (GatherSpan.USE, 0), (GatherSpan.CALLS, 0)):
         assert SegmentBytes.of(segment, span, 2).saved == left

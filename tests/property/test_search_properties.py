@@ -121,7 +121,7 @@ def test_more_memory_is_never_slower(model, world, backend, job, one, other):
 
 
 @holds(models, worlds, backends, jobs, few=5, many=200)
-def test_the_least_limit_is_met_and_one_byte_less_is_not(model, world, backend, job):
+def test_least_limit_is_met_and_one_byte_less_not(model, world, backend, job):
     hardware = hardware_of(world, backend)
     least = least_memory(problem(model, hardware, job))
     assert search(problem(model, hardware, job, least)).plan.peak_bytes == least
@@ -151,7 +151,7 @@ def listed_otherwise(model: ModelDescription, seed: int) -> ModelDescription:
 
 
 @holds(models, worlds, backends, jobs, parts, st.integers(0, 999), few=6, many=200)
-def test_names_of_units_and_their_order_in_the_list_decide_nothing(model, world, backend, job, part, seed):
+def test_names_and_order_of_listed_units_decide_nothing(model, world, backend, job, part, seed):
     hardware = hardware_of(world, backend)
     limit = limit_between(model, hardware, job, part)
     found, least = search(problem(model, hardware, job, limit)), least_memory(problem(model, hardware, job))
@@ -170,7 +170,7 @@ def run_in_another_order(model: ModelDescription, seed: int) -> ModelDescription
 
 
 @holds(models, worlds, jobs, st.integers(0, 999), few=12, many=300)
-def test_where_nothing_overlaps_and_all_fits_the_order_of_blocks_decides_nothing(model, world, job, seed):
+def test_order_of_blocks_without_overlap_or_limit_decides_nothing(model, world, job, seed):
     hardware = hardware_of(world, Backend.GLOO)
     times = [search(problem(m, hardware, job, AMPLE)).time.step_s for m in (model, run_in_another_order(model, seed))]
     assert times[0] == pytest.approx(times[1], rel=EQUAL)
@@ -221,7 +221,7 @@ def faster(hardware: Hardware, factor: int) -> Hardware:
 
 
 @holds(models, worlds, backends, jobs, parts, st.sampled_from([2, 1024]), few=10, many=200)
-def test_a_machine_that_is_faster_in_everything_takes_the_time_by_the_factor(model, world, backend, job, part, factor):
+def test_machine_faster_in_everything_takes_time_by_the_factor(model, world, backend, job, part, factor):
     hardware = hardware_of(world, backend)
     limit = limit_between(model, hardware, job, part)
     slow_s, fast_s = (

@@ -73,7 +73,7 @@ def test_timed_model_raises_for_wrong_sizes(sizes, message):
         timed("gpt2", micro_batch_sizes=sizes)
 
 
-def test_shortened_keeps_a_few_blocks_of_each_kind_and_leaves_the_original():
+def test_shortened_keeps_few_blocks_of_each_kind_leaves_original():
     class Even(nn.Linear):
         pass
 

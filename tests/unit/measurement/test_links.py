@@ -50,7 +50,7 @@ def counted(monkeypatch, world: int) -> tuple[Counter, int, set]:
 
 
 @pytest.mark.parametrize(("world", "formed"), [(16, 2 + 8), (64, 8 + 8), (128, 16 + 8)])
-def test_measure_collectives_forms_groups_of_a_node_and_of_one_place_beside_the_world(monkeypatch, world, formed):
+def test_measure_collectives_forms_groups_of_node_and_place(monkeypatch, world, formed):
     calls, held, timed = counted(monkeypatch, world)
     assert calls["new_group"] == formed
     assert held <= 3
@@ -160,14 +160,14 @@ def test_linear_fit_stays_physical_under_noise():
     assert linear_fit([(1_000, 2e-3), (1_000_000, 1e-3)]) == pytest.approx((0.0, 1e-9))
 
 
-def test_measure_collectives_adds_the_wait_for_the_last_of_ranks_that_share_cores(monkeypatch):
+def test_measure_collectives_adds_wait_where_ranks_share_cores(monkeypatch):
     monkeypatch.setattr(links, "_wait_seconds", lambda device: 0.25)
     _, _, found = emulated_measurement(monkeypatch, bytes_per_s=1e9, latency_s=1e-4, shared_cores=True)
     assert found
     assert all(one.latency_s == pytest.approx(0.2501, rel=0.01) for one in found)
 
 
-def test_wait_seconds_is_what_a_call_after_work_takes_beyond_both(monkeypatch):
+def test_wait_seconds_is_what_call_after_work_adds(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(links.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(links, "call_seconds", lambda *_, **__: [links._WORK_S])  # one product is all the work
@@ -183,7 +183,7 @@ def test_wait_seconds_is_what_a_call_after_work_takes_beyond_both(monkeypatch):
     assert links._wait_seconds(CPU) == pytest.approx(0.5)
 
 
-def test_work_clock_counts_the_work_of_all_ranks_where_they_share_cores(monkeypatch):
+def test_work_clock_counts_all_ranks_where_they_share_cores(monkeypatch):
     monkeypatch.setattr(timing, "cores_are_shared", lambda device: True)
     monkeypatch.setattr(timing, "usable_cores", lambda: 2)
     monkeypatch.setattr(timing, "find_topology", lambda: SimpleNamespace(ranks_per_node=6))

@@ -45,7 +45,7 @@ def measure(steps: int, seconds: float, elements: int) -> StepMeter:
     return meter
 
 
-def test_step_meter_time_leaves_out_two_steps_and_what_lies_between(monkeypatch):
+def test_step_meter_time_leaves_out_two_steps_and_gaps(monkeypatch):
     clock = iter([0.0, 100.0, 200.0, 300.0, 400.0, 405.0, 500.0, 501.0, 600.0, 602.0])
     monkeypatch.setattr(NOW, lambda device: next(clock))
     meter = StepMeter("cpu", list)
@@ -75,7 +75,7 @@ def test_step_meter_forgets_a_step_that_did_not_end():
         meter.step_ends()
 
 
-def test_step_meter_on_cuda_takes_the_largest_peak_of_whole_steps_without_workspaces(monkeypatch):
+def test_step_meter_on_cuda_takes_largest_peak_without_workspaces(monkeypatch):
     """With the allocator's counters played by numbers: the most since the last reset."""
     played = SimpleNamespace(most=100)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: setattr(played, "most", 100))
@@ -138,7 +138,7 @@ class Model(torch.nn.Module):
         return (self.weight * batch).sum()
 
 
-def test_compiled_code_skips_the_tracker_so_that_its_peak_is_unknown_and_one_step_is_clocked(monkeypatch):
+def test_compiled_code_has_unknown_peak_and_one_clocked_step(monkeypatch):
     clocked = []
 
     class Clock(SkippableMode):
@@ -228,7 +228,7 @@ def test_loop_meter_ignores_other_optimizers_and_steps_without_a_pass():
     meter.stop()
 
 
-def test_loop_meter_finish_reports_a_short_loop_and_nothing_of_one_without_steps():
+def test_loop_meter_finish_reports_short_loop_and_no_empty_one():
     model, optimizer, meter, told = metered()
     model(torch.ones(ELEMENTS)).backward()
     optimizer.step()
@@ -239,7 +239,7 @@ def test_loop_meter_finish_reports_a_short_loop_and_nothing_of_one_without_steps
     assert not told
 
 
-def test_loop_meter_leaves_a_dispatch_mode_of_the_user_in_place():
+def test_loop_meter_leaves_users_dispatch_mode_in_place():
     """It is opened in one place and closed in another, around ours."""
     model, optimizer, _meter, told = metered(steps=3)
     for _ in range(3):
@@ -258,7 +258,7 @@ class Plain(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_loop_meter_enters_no_mode_inside_one_that_ends_within_the_step():
+def test_loop_meter_enters_no_mode_inside_one_ending_in_step():
     class Counts(TorchDispatchMode):
         operators = 0
 

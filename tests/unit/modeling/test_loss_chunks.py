@@ -147,7 +147,7 @@ def test_gradients_of_low_precision_are_summed_in_float32():
     assert gradient.dtype is torch.bfloat16 and error < 1.3 * of_whole
 
 
-def test_logits_that_are_read_are_those_of_the_model_and_train_it(caplog):
+def test_logits_that_are_read_are_the_models_and_train_it(caplog):
     whole, chunked = pair("cohere")
     with caplog.at_level(logging.WARNING):
         losses = []

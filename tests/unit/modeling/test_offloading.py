@@ -91,7 +91,7 @@ def test_losses_and_gradients_are_the_plain_models(name, attention, dropout, way
     assert all_equal(gradients(model, batch_loss), gradients(plain, batch_loss))
 
 
-def test_blocks_of_each_way_train_together_also_where_the_graph_is_retained():
+def test_blocks_of_each_way_train_together_with_retained_graph():
     plain, model = (tiny_model("gpt2", layers=4) for _ in range(2))
     for block, change in zip(blocks(model), (offload, recompute, recompute_and_offload), strict=False):
         change(block)
@@ -237,7 +237,7 @@ def test_encoder_and_decoder_train_as_the_plain_model(real_model, way):
     assert all_equal(gradients(model, t5_loss), gradients(plain, t5_loss))
 
 
-def test_only_the_hidden_states_of_a_decoder_blocks_inputs_are_its_own(real_model):
+def test_only_hidden_states_of_decoder_inputs_are_its_own(real_model):
     model, owned = real_model("T5ForConditionalGeneration"), []
 
     def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -263,7 +263,7 @@ class Copied:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["saved", "recomputed"])
-def test_host_memory_is_read_before_a_further_micro_step_takes_it_again(again, monkeypatch):
+def test_host_memory_is_read_before_another_micro_step_takes_it(again, monkeypatch):
     """However far the CPU is ahead: copies back that still run hold page-locked memory."""
     running: list[Copied] = []
     monkeypatch.setattr(offloading._OffloadedStorage, "wait", lambda self: None)

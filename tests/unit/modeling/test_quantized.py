@@ -54,7 +54,7 @@ def test_packed_model_computes_the_same_to_the_bit(options):
     assert expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_description_is_the_same_before_and_after_packing_and_on_meta():
+def test_description_is_equal_before_after_packing_and_on_meta():
     model = adapted(base())
     options = {"sequence_length": SEQUENCE_LENGTH, "partial_recomputation": False}
     before = describe(model, **options)

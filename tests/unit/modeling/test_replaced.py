@@ -18,7 +18,7 @@ class Frozen:
     owner: random.Random
 
 
-def test_generator_of_a_frozen_dataset_under_any_name_is_replaced_and_restored():
+def test_generator_of_frozen_dataset_is_replaced_and_restored():
     dataset = Frozen(random.Random(0))
     given = dataset.owner
     with _preserve_generators(dataset):
@@ -35,7 +35,7 @@ def test_attribute_of_a_compiled_submodule_is_as_before_afterwards():
     assert block.gradient_checkpointing and model[0].gradient_checkpointing
 
 
-def test_inherited_attribute_of_a_class_is_inherited_again_after_an_error():
+def test_inherited_attribute_is_inherited_again_after_an_error():
     class Base:
         name = staticmethod(lambda: "base")
 

@@ -157,7 +157,7 @@ class Caching(nn.Module):
 
 
 @pytest.mark.parametrize("saved", ["mul#0", "mul#1", "mul#2", "mul#3", "mul#4", "addmm#0", "sigmoid#0"])
-def test_block_that_fills_a_cache_has_the_gradients_of_the_plain_one(saved):
+def test_block_that_fills_a_cache_has_plain_gradients(saved):
     torch.manual_seed(0)
     block = Caching()
     assert all(torch.equal(a, b) for a, b in zip(gradients_of(block), gradients_of(block, saved), strict=True))
@@ -231,7 +231,7 @@ class Shared(nn.Module):
     "saved", [(), ("addmm#1",), ("addmm#0", "addmm#2", "relu#0"), ("native_layer_norm#0", "sigmoid#0")]
 )
 @pytest.mark.parametrize("cached_before", [False, True])
-def test_casts_that_autocast_keeps_leave_gradients_and_saved_operators_as_they_are(saved, cached_before, monkeypatch):
+def test_casts_that_autocast_keeps_change_no_gradients_or_saves(saved, cached_before, monkeypatch):
     taken, take = [], selective._Output.take
     monkeypatch.setattr(selective._Output, "take", lambda self, call: taken.append(call) or take(self, call))
 

@@ -95,7 +95,7 @@ def test_slice_may_change_between_forward_and_backward_of_another():
     loss.backward()
 
 
-def test_operators_are_split_on_the_meta_device_and_under_fake_tensors():
+def test_operators_are_split_on_meta_and_fake_tensors():
     with torch.device("meta"):
         assert SplitLinear(operator("conv1d"), 4)(torch.empty(2, 6)).shape == (2, 11)
     with FakeTensorMode():
@@ -106,7 +106,7 @@ def test_operators_are_split_on_the_meta_device_and_under_fake_tensors():
 
 @pytest.mark.parametrize("padding", [None, 0, 4, -1])
 @pytest.mark.parametrize("slices", [2, 11])
-def test_split_embedding_looks_up_as_the_whole_and_has_its_gradient(slices, padding):
+def test_split_embedding_equals_whole_in_lookups_and_gradient(slices, padding):
     whole, head = nn.Embedding(11, 6, padding_idx=padding), nn.Linear(6, 11, bias=False)
     whole.weight = head.weight
     split = SplitHead(head, slices).tie(whole)
@@ -223,7 +223,7 @@ def test_loss_of_low_precision_is_transformers_own(dtype):
     assert abs(got - want).item() < 2e-6 * want.item()
 
 
-def test_labels_that_do_not_count_give_nan_and_those_outside_the_vocabulary_fail():
+def test_ignored_labels_give_nan_and_those_outside_fail():
     inputs = batch()
     for model in (model_of("llama"), model_of("llama", 4)):
         assert model(inputs["input_ids"], labels=torch.full((3, 12), -100)).loss.isnan()
@@ -431,7 +431,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("model", "fqn", "slices", "error", "says"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_split_says_so_and_stays_as_it_is(model, fqn, slices, error, says):
+def test_what_cannot_be_split_is_refused_and_left_alone(model, fqn, slices, error, says):
     built = model()
     before = {name: type(module) for name, module in built.named_modules()}
     with pytest.raises(error) as caught:
@@ -440,7 +440,7 @@ def test_what_cannot_be_split_says_so_and_stays_as_it_is(model, fqn, slices, err
     assert {name: type(module) for name, module in built.named_modules()} == before
 
 
-def test_head_of_a_model_that_changes_its_logits_in_any_way_gives_the_same_loss():
+def test_head_whose_logits_are_changed_gives_the_same_loss():
     class Changing(LlamaForCausalLM):
         def forward(self, input_ids, labels=None):
             logits = 3 * torch.tanh(self.lm_head(self.model(input_ids).last_hidden_state) / 3)

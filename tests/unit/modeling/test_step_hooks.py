@@ -15,7 +15,7 @@ def step() -> None:
     torch.optim.SGD([parameter], lr=0.1).step()
 
 
-def test_hooks_removed_while_a_step_runs_them_leave_the_step_and_the_others_alone():
+def test_hooks_removed_during_a_step_leave_others_alone():
     said, before = [], (len(before_step), len(after_step))
     for hooks in (before_step, after_step):
         removers: list[Callable[[], object]] = []

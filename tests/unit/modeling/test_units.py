@@ -42,7 +42,7 @@ EMBEDDING_AND_HEAD = {
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_units_are_root_blocks_embedding_and_head_with_each_parameter_once(meta_model, name):
+def test_units_are_root_blocks_embedding_head_each_parameter_once(meta_model, name):
     model = meta_model(name)
     root, *units = find_units(model)
     assert (root.fqn, root.module_names, root.span) == ("", ("",), GatherSpan.STEP)
@@ -94,7 +94,7 @@ def test_block_classes_may_be_absent_beside_a_present_one(meta_model):
     assert find_units(model, ["GPT2Block", "BertLayer"]) == find_units(model)
 
 
-def test_layers_are_blocks_where_the_model_names_only_a_part_of_each():
+def test_layers_are_blocks_where_only_parts_are_named():
     class Inner(nn.Linear):
         pass
 
@@ -135,7 +135,7 @@ class Stack(nn.Module):
         self.head = nn.Linear(4, 2)
 
 
-def test_plain_modules_are_split_at_homogeneous_lists_and_nested_blocks_count_once():
+def test_plain_modules_split_at_lists_and_nested_count_once():
     assert [u.fqn for u in find_units(Stack())] == ["", "blocks.0", "blocks.1", "blocks.2"]
     assert [u.fqn for u in find_units(Stack(), ["Block", "Linear"])] == [
         "",

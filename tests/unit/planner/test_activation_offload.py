@@ -107,7 +107,7 @@ def test_segment_bytes_that_leave_in_forward_come_back_in_backward(activations, 
 
 
 @pytest.mark.parametrize(("samples", "pinned"), [(1, 128), (2, 256), (3, 512), (5, 512)])
-def test_host_bytes_are_a_power_of_two_for_an_input_and_doubled_for_the_rest(samples, pinned):
+def test_host_bytes_of_input_are_powers_of_two_rest_doubled(samples, pinned):
     found = [SegmentBytes.of(segment(), GatherSpan.USE, samples, kept).host for kept in Activations.BASIC]
     assert found == [0, 0, 2 * 700 * samples, pinned]
 

@@ -87,7 +87,7 @@ def measured(
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_measured_timing_goes_before_the_formula_for_its_collective_and_size(backend):
+def test_measured_timing_precedes_formula_for_its_collective_and_size(backend):
     hardware = machine(backend=backend, timings=(measured(GATHER, 4, 0.5),))
     asked = [(GATHER, 4), (GATHER, 2), (SCATTER, 4)]
     found = [collective_seconds(hardware, kind, shard_ring(hardware, size), N) for kind, size in asked]

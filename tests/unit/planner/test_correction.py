@@ -19,7 +19,7 @@ HARDWARE = bare_preset("a100-40", devices_per_node=4)
 
 
 @pytest.mark.parametrize("samples", [1, 7])
-def test_compute_factor_scales_every_unit_and_multiplies_with_an_earlier_one(samples):
+def test_compute_factor_scales_every_unit_and_multiplies(samples):
     slower = Correction(compute_factor=1.5).of_description(MODEL, HARDWARE)
     before, after, twice = (
         unit_work(model, HARDWARE, samples)[0]
@@ -51,7 +51,7 @@ def test_correction_makes_the_step_as_long_as_the_one_seen(name, factor):
     assert (found.extra_bytes, found.compute_factor) == (7, pytest.approx(factor, rel=1e-6))
 
 
-def test_correction_of_nothing_seen_is_none_and_its_factor_has_bounds():
+def test_correction_of_nothing_is_none_and_factor_has_bounds():
     plan = search(problem(MODEL, HARDWARE, JOB, 2**30)).plan
     assert correction_of(plan, MODEL, HARDWARE, JOB, peak_bytes=None, step_s=None) == Correction()
     factors = [

@@ -88,7 +88,7 @@ IN_STAGES = replace(SHARDED, reduce_stage=64, cast_buffer=64)
 @pytest.mark.parametrize(
     ("chosen", "wanted"), [(layout(1), REPLICATED), (layout(4), SHARDED), (layout(4, stage_size=2), IN_STAGES)]
 )
-def test_unit_bytes_are_all_terms_of_replicated_sharded_and_staged_units(chosen, wanted):
+def test_unit_bytes_of_replicated_sharded_and_staged_units(chosen, wanted):
     assert unit_bytes(UNIT, chosen, 4, job_of(), ONCE) == wanted
     assert unit_bytes(UNIT, replace(chosen, activations=Activations.RECOMPUTE), 4, job_of(), ONCE) == wanted
 
@@ -225,13 +225,13 @@ def test_unit_bytes_on_host_leave_the_device_whole(g, pinned):
         ((60, 64, 4), 64, 0), ((10, 8, 4), 8, 1), ((2, 32), 16, 0), ((1, 1, 32), 16, 2),
     ],
 )  # fmt: skip
-def test_stacks_are_sharded_along_another_dimension_where_rows_would_be_padded_by_half(shape, ranks, dim):
+def test_stacks_are_sharded_along_the_dimension_with_little_padding(shape, ranks, dim):
     assert shard_dim(shape, ranks) == dim
     padded = -(-shape[dim] // ranks) * ranks
     assert parameter("w", *shape).sharded_numel(ranks) * ranks == math.prod(shape) // shape[dim] * padded
 
 
-def test_scalars_are_never_cut_and_merged_gradients_are_those_of_shared_parameters():
+def test_scalars_stay_whole_and_shared_gradients_are_merged():
     assert parameter("scale").sharded_numel(4) == 1
     shared = replace(UNIT, shared=(("w", "head.w"),))
     asked = (
@@ -252,7 +252,7 @@ def test_scalars_are_never_cut_and_merged_gradients_are_those_of_shared_paramete
         (GatherSpan.USE, False, [(1, False), (4, False)]),
     ],
 )  # fmt: skip
-def test_layouts_keep_what_stays_gathered_and_free_what_is_called_again(span, fixed, wanted):
+def test_layouts_keep_what_stays_gathered_free_repeated_calls(span, fixed, wanted):
     found = layouts_for(span, (1, 4), reshard_after_forward=fixed)
     assert [(c.shard_size, c.reshard_after_forward) for c in found] == wanted
 

@@ -26,7 +26,7 @@ moments = st.lists(
 
 @settings(suppress_health_check=[HealthCheck.too_slow])  # where other programs keep the cores busy
 @given(moments, st.integers(1, 10**5))
-def test_envelope_is_the_highest_of_its_moments_and_keeps_no_other(given_moments, samples):
+def test_envelope_is_the_highest_of_its_moments_alone(given_moments, samples):
     envelope = Envelope.above(given_moments)
     assert envelope.bytes(samples) == max(moment.bytes(samples) for moment in given_moments)
     steep = [moment.per_sample for moment in envelope.pieces]

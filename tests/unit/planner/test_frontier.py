@@ -19,7 +19,7 @@ MOST = problem(MODEL, HARDWARE, JOB, 2**30)
 LEAST = least_memory(MOST)
 
 
-def test_front_rises_from_the_least_memory_and_each_point_is_fastest_under_its_peak(monkeypatch):
+def test_front_rises_from_least_memory_by_fastest_points(monkeypatch):
     asked = []
     monkeypatch.setattr(compare, "search", lambda problem: asked.append(problem) or search(problem))
     front = frontier(MOST, points=6)
@@ -32,7 +32,7 @@ def test_front_rises_from_the_least_memory_and_each_point_is_fastest_under_its_p
         )
 
 
-def test_front_searched_at_the_peaks_of_strategies_is_not_below_them():
+def test_front_at_the_peaks_of_strategies_is_above_them():
     rows = [
         row.result for row in compare_strategies(problem(MODEL, HARDWARE, JOB, 2 * LEAST)) if row.result is not None
     ]
@@ -44,7 +44,7 @@ def test_front_searched_at_the_peaks_of_strategies_is_not_below_them():
         ) >= plan.samples_per_s * (1 - 2e-7)
 
 
-def test_front_takes_known_plans_and_searches_beside_no_plan_that_it_betters(monkeypatch):
+def test_front_takes_known_plans_and_leaves_dominated_ones_out(monkeypatch):
     known = {limit: search(problem(MODEL, HARDWARE, JOB, limit)) for limit in (2 * LEAST, 2**30)}
     slow = search(problem(MODEL, HARDWARE, JOB, 2**30, strategy="fsdp"))
     asked = []

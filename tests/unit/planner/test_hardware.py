@@ -105,7 +105,7 @@ def test_devices_of_a_node_share_its_host():
     assert preset("a100-40", devices_per_node=8).scaled(devices_per_node=1).host == whole
 
 
-def test_rates_cannot_be_changed_and_work_of_no_tensors_takes_no_time():
+def test_rates_are_frozen_and_no_tensors_take_no_time():
     rates = {DType.FLOAT32: 1.0}
     device = replace(preset("cpu").device, flops_per_s=rates)
     rates[DType.FLOAT32] = 2.0

@@ -59,7 +59,7 @@ def test_micro_batch_sizes_fill_the_global_batch_largest_first():
     assert [b.accumulation_steps for b in batches(TrainingJob(global_batch_size=8, micro_batch_size=1), 2)] == [4]
 
 
-def test_batch_of_fewer_samples_than_processes_is_refused_with_one_that_divides():
+def test_batch_below_process_count_is_refused_with_a_divisor():
     with pytest.raises(ValueError, match=r"^global_batch_size=3 does not divide by 4 processes; use 4\.$"):
         TrainingJob(global_batch_size=3).micro_batch_sizes(4)
 
@@ -91,7 +91,7 @@ def test_single_strategies_are_parts_of_the_osdp_space(strategy, batch):
         assert all(set(choices) <= set(allowed) for choices, allowed in zip(space, everything, strict=True))
 
 
-def test_hsdp_and_two_stages_need_groups_between_one_rank_and_all():
+def test_hsdp_and_two_stages_need_groups_in_between():
     assert len(spaces(ONCE, SAVING, hardware=devices(8), strategy=Strategy.HSDP)) == 2
     for count in (1, 2, 3):
         with pytest.raises(ValueError, match=f"strategy=hsdp needs a group size between 1 and {count}"):
@@ -135,7 +135,7 @@ OFFERED = {
 
 
 @pytest.mark.parametrize(("asked", "activations", "held", "on_host"), OFFERED.values(), ids=OFFERED)
-def test_space_offers_what_the_job_leaves_open_and_the_unit_can(asked, activations, held, on_host):
+def test_space_offers_what_job_and_unit_allow(asked, activations, held, on_host):
     (space,) = spaces(**asked)
     assert [{c.activations for c in choices} for choices in space] == [{SAVE}, {SAVE}, activations, activations]
     assert [{not c.reduce_every_micro_step for c in choices} for choices in space] == [held] * 4
@@ -152,7 +152,7 @@ def test_frozen_units_hold_no_gradients():
     assert [{not c.reduce_every_micro_step for c in choices} for choices in space] == [{True}, {True}, {True}, {False}]
 
 
-def test_single_strategies_recompute_hold_and_offload_for_all_blocks_or_none():
+def test_single_strategies_decide_for_all_blocks_or_none():
     found = [[{c.activations for c in choices} for choices in space] for space in spaces(ONCE, strategy=Strategy.FSDP)]
     assert found == [[{SAVE}] * 4, [{SAVE}, {SAVE}, {AGAIN}, {AGAIN}]]
     assert len(spaces(TWICE, strategy=Strategy.FSDP)) == 4, "with all gradients held, and with none"

@@ -135,7 +135,7 @@ def test_search_never_solves_for_options_that_no_device_holds():
 
 
 @pytest.mark.parametrize("limit", [2**30, 2**59])
-def test_search_refuses_a_model_that_needs_more_than_there_is_anywhere(limit):
+def test_search_refuses_a_model_beyond_any_memory(limit):
     model = transformer(layers=2)
     huge = tuple(replace(segment, saved_bytes=Affine(per_sample=1e30)) for segment in model.segments)
     with pytest.raises(OSDPError, match=r"more than 1048576\.00 TiB per device"):

@@ -50,7 +50,7 @@ def unit_changed(index: int, **values: Any) -> Plan:
     return replace(PLAN, units=tuple(units))
 
 
-def test_files_hold_the_plan_exactly_and_failed_saves_leave_the_one_before(tmp_path, monkeypatch):
+def test_files_hold_plan_exactly_and_survive_failed_saves(tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
     for plan in (PLAN, replace(PLAN, memory_limit_bytes=None, peak_bytes=None, step_s=None)):
         plan.save(path)
@@ -63,7 +63,7 @@ def test_files_hold_the_plan_exactly_and_failed_saves_leave_the_one_before(tmp_p
     assert Plan.load(path) == plan
 
 
-def test_json_has_each_decision_by_unit_and_a_plan_by_hand_needs_no_fingerprint():
+def test_json_has_decisions_by_unit_and_needs_no_fingerprint():
     plan = unit_changed(3, reduce_every_micro_step=True, activations=Activations.RECOMPUTE, on_host=True)
     data = json.loads(plan.to_json())
     assert "reduce_every_micro_step" not in data and next(iter(data["units"][3])) == "fqn"
@@ -173,7 +173,7 @@ BEYOND = {
 }
 
 
-def test_fsdp_plan_frees_or_keeps_units_and_leaves_the_rest_to_the_root():
+def test_fsdp_plan_frees_or_keeps_units_below_the_root():
     assert EXPORTED.to_fsdp_plan() == {"model.layers.*": "free_full_weight", "score": "keep_full_weight"}
     assert with_all(on_host=True).to_fsdp_plan() == EXPORTED.to_fsdp_plan(), (
         "all on the host is for its own switch to say"

@@ -43,7 +43,7 @@ def test_compare_has_two_stages_where_nodes_have_several_devices(nodes, devices,
     assert all(row.result.plan.strategy == row.strategy.value for row in rows if row.result)
 
 
-def test_compare_gives_least_memory_of_a_strategy_that_does_not_fit():
+def test_compare_gives_least_memory_of_strategy_that_does_not_fit():
     hardware = machine(1, 4, reserved=1000)
     least = least_memory(problem(MODEL, hardware, JOB, strategy=Strategy.DDP))
     below, at = (
@@ -56,7 +56,7 @@ def test_compare_gives_least_memory_of_a_strategy_that_does_not_fit():
     assert at[Strategy.DDP].result.plan.peak_bytes == least and not at[Strategy.DDP].reason
 
 
-def test_compare_has_rows_for_fsdp_as_scripts_run_it_where_recomputation_is_open():
+def test_compare_has_rows_for_fsdp_with_and_without_recomputation():
     model = replace(MODEL, segments=tuple(replace(s, recomputed=ways(s)) if s.unit > 1 else s for s in MODEL.segments))
 
     def rows(**options: bool) -> dict[str, StrategyResult]:
@@ -84,7 +84,7 @@ def test_compare_has_rows_with_eager_blocks_where_the_problem_compiles():
     }  # fmt: skip
 
 
-def test_fsdp_as_it_comes_reduces_as_accelerate_does_and_keeps_the_host_as_the_job_says():
+def test_fsdp_as_it_comes_has_accelerates_reduction_and_jobs_host():
     job = replace(JOB, precision=Precision.named("bf16"))
     asked = problem(MODEL, machine(1, 4), job, AMPLE)
     plain, recomputed = (as_scripts_run(asked, recompute=recompute).job for recompute in (False, True))
@@ -116,7 +116,7 @@ def test_problem_refuses_limit_that_is_no_number_of_bytes(limit):
         problem(MODEL, machine(1, 4), JOB, limit)
 
 
-def test_infeasible_error_gives_missing_bytes_where_limit_and_least_read_the_same():
+def test_infeasible_error_gives_missing_bytes_where_texts_are_equal():
     least = least_memory(problem(MODEL, machine(1, 4), JOB))
     for limit, more in ((least - 1, r" \(1 byte more\)"), (least // 2, "")):
         with pytest.raises(InfeasibleError, match=rf"is {re.escape(format_bytes(least))}{more}, at micro-batch"):
@@ -142,7 +142,7 @@ def test_search_or_floor_gives_a_bound_where_nothing_fits(reserved):
 
 
 @pytest.mark.parametrize("world", [(1, 4), (2, 2)])
-def test_a_cutoff_leaves_out_what_is_not_faster_and_is_not_remembered_as_an_answer(world):
+def test_cutoff_leaves_out_slower_plans_and_is_not_cached(world):
     asked = problem(MODEL, machine(*world), JOB, 2**33)
     step_s = search(asked).time.step_s
     _searched.cache_clear()
@@ -176,7 +176,7 @@ def test_search_refuses_a_freed_unit_that_runs_twice():
 
 
 @pytest.mark.parametrize("seed", [14, 50, 289])
-def test_least_memory_is_that_of_the_best_batch_not_of_the_lowest_floor(seed):
+def test_least_memory_is_of_best_batch_not_lowest_floor(seed):
     """Instances whose batch with the lowest floor is not the one that needs least; of the last one the second is no
     better either.
     """
@@ -189,7 +189,7 @@ def test_least_memory_is_that_of_the_best_batch_not_of_the_lowest_floor(seed):
 
 
 @pytest.mark.parametrize("seed", [211, 241])
-def test_least_memory_is_that_of_a_plan_which_fits_the_host(seed):
+def test_least_memory_is_of_a_plan_fitting_the_host(seed):
     """Instances whose most frugal choices take more of the host's memory than there is."""
     model, hardware, job, _ = instance(seed)
     least = least_memory(problem(model, hardware, job))

@@ -114,7 +114,7 @@ def compute_s(
     return unit_work(description, machine, samples, kept)[0]
 
 
-def test_phase_is_a_roofline_of_products_and_traffic_and_dispatch_where_nothing_overlaps():
+def test_phase_is_a_roofline_plus_dispatch_where_nothing_overlaps():
     phase = PhaseCost(matmul_flops=Affine(per_sample=19.5e12), traffic_bytes=Affine(constant=1555e9))
     assert phase_s(phase, 2, hardware()) == pytest.approx(2.0 + 1.0)
     dispatched = replace(phase, operators=Affine(constant=300, per_sample=10))
@@ -136,7 +136,7 @@ def launching(operators: float) -> tuple[ModelDescription, Hardware]:
     return replace(plain, segments=tuple(segments)), hardware(operator_s=1e-3)
 
 
-def test_gpu_waits_where_a_micro_step_has_less_work_than_the_cpu_takes_to_issue():
+def test_gpu_waits_where_issuing_takes_longer_than_work():
     work = sum(compute_s(transformer(), hardware(), 4))
     passes, units = 2 * len(transformer().segments), len({segment.unit for segment in transformer().segments})
     hooks = [(work, work)] * len(transformer().units)
@@ -153,7 +153,7 @@ def test_gpu_waits_where_a_micro_step_has_less_work_than_the_cpu_takes_to_issue(
     )
 
 
-def test_phase_counts_attention_at_its_own_rate_and_the_bytes_of_products():
+def test_phase_counts_attention_rate_and_bytes_of_products():
     phase = PhaseCost(
         matmul_flops=Affine(per_sample=19.5e12),
         attention_flops=Affine(per_sample=5e12),
@@ -166,7 +166,7 @@ def test_phase_counts_attention_at_its_own_rate_and_the_bytes_of_products():
     assert phase_s(phase, 1, hardware(**{**device, "attention_flops_per_s": 1e15})) == pytest.approx(1.25 + 5 / 19.5)
 
 
-def test_gpu_waits_for_fsdp2_and_the_optimizer_where_the_cpu_is_slower():
+def test_gpu_waits_for_fsdp2_and_optimizer_on_slow_cpu():
     """Gathers and reductions of each micro-step, and a step of the optimizer; less where units are not freed."""
     description, queueing = transformer(), FsdpOverhead.issued(1.0)
     slow, layouts = hardware(operator_s=1.0), everywhere(description, 4)
@@ -195,7 +195,7 @@ def test_gpu_waits_for_fsdp2_and_the_optimizer_where_the_cpu_is_slower():
     assert alone_s(autocast=True) < 1, "autocast runs without FSDP2"
 
 
-def test_rate_of_an_unknown_dtype_is_an_error_that_lists_the_known():
+def test_rate_of_unknown_dtype_is_refused_with_the_known():
     titan = bare_preset("titan-rtx", devices_per_node=2)
     with pytest.raises(HardwareError, match=r"float64 rate of TITAN RTX is not known \(known: .*float32"):
         unit_work(replace(transformer(), compute_dtype=DType.FLOAT64), titan, 1)
@@ -212,7 +212,7 @@ def test_nothing_overlaps_on_gloo():
     assert time.total("exposed_s") == time.total("communication_s") > 0
 
 
-def test_windows_on_nccl_are_the_segment_before_and_the_units_own_backward():
+def test_windows_on_nccl_are_segment_before_and_own_backward():
     description = transformer(layers=3)
     _, windows = unit_work(description, hardware(), 4)
     embedding, *middle, _ = description.segments
@@ -242,7 +242,7 @@ def recomputable(layers: int = 3) -> ModelDescription:
     return replace(description, segments=tuple(segments))
 
 
-def test_recompute_is_one_more_forward_and_a_longer_window_of_its_own_unit_alone():
+def test_recompute_adds_forward_and_window_to_its_unit_alone():
     description = recomputable()
     assert description.recomputable == {2, 3, 4}
     (saved, short), (again, long) = (
@@ -277,7 +277,7 @@ def test_timer_gives_each_unit_the_time_of_its_own_choice():
     assert timer(4, choices[4]).communication_s < timer(4, plain).communication_s
 
 
-def test_timer_gives_a_layout_the_same_time_whatever_was_asked_before():
+def test_timer_gives_equal_times_whatever_was_asked_before():
     """Beside a slow CPU, whose queue must not depend on the layout that came first."""
     description = recomputable()
     slow = replace(hardware(operator_s=1e-4), host=HOST)

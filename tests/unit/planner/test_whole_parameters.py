@@ -33,7 +33,7 @@ def partly_frozen() -> ModelDescription:
     return replace(whole, units=tuple(with_frozen(unit) if unit.fqn in frozen else unit for unit in whole.units))
 
 
-def test_search_offers_replicas_of_what_is_trained_and_every_layout_of_what_is_frozen():
+def test_search_offers_replicas_of_trained_every_layout_of_frozen():
     case = problem(partly_frozen(), devices(), JOB)
     for batch in batches(JOB, 4):
         for space in search_spaces(case, batch):
@@ -42,7 +42,7 @@ def test_search_offers_replicas_of_what_is_trained_and_every_layout_of_what_is_f
                 assert sizes == ({1} if unit.trainable_numel else {1, 2, 4})
 
 
-def test_strategies_that_shard_are_refused_and_have_no_figures_in_a_comparison():
+def test_strategies_that_shard_are_refused_and_have_no_figures():
     case = problem(transformer(), devices(), JOB)
     for strategy in (Strategy.FSDP, Strategy.ZERO2, Strategy.HSDP):
         with pytest.raises(ValueError, match=f"^strategy={strategy.value} shards parameters"):
@@ -55,7 +55,7 @@ def test_strategies_that_shard_are_refused_and_have_no_figures_in_a_comparison()
     )
 
 
-def test_infeasible_error_says_that_an_element_wise_optimizer_may_be_sharded():
+def test_infeasible_error_names_element_wise_optimizers():
     job, model = JOB, transformer(layers=6, hidden=128)
     with pytest.raises(InfeasibleError) as sharded:
         search(problem(model, devices(), replace(job, optimizer=OptimizerSpec()), 1))

@@ -35,7 +35,7 @@ LAYOUTS = [
 ]
 
 
-def test_communication_may_be_asked_for_by_each_format_and_none_else():
+def test_communication_takes_each_format_and_nothing_else():
     assert FORMATS == (EXACT, *WireFormat)
 
 
@@ -72,7 +72,7 @@ def test_formats_are_the_fastest_of_all_combinations(allowed, precision, rate):
         assert set(chosen.formats.values()) <= set(formats)
 
 
-def test_a_format_takes_the_time_to_encode_and_decode_at_memory_speed():
+def test_format_takes_time_to_encode_at_memory_speed():
     hardware = toy_hardware(2, 2, inter=(1e-4, 2e7))
     slow = replace(
         hardware, device=replace(hardware.device, memory_bytes_per_s=hardware.device.memory_bytes_per_s / 2)
@@ -87,14 +87,14 @@ def test_a_format_takes_the_time_to_encode_and_decode_at_memory_speed():
     assert slow_s - fast_s == pytest.approx(traffic / hardware.device.memory_bytes_per_s)
 
 
-def test_among_several_ranks_of_several_nodes_all_is_sent_as_it_is():
+def test_several_ranks_of_several_nodes_send_as_it_is():
     unit = transformer().units[0]
     for size in (1, 4):
         layout = UnitLayout(shard_size=size, reshard_after_forward=True)
         assert with_wires(unit, layout, SLOW, JOB) == layout
 
 
-def test_parameters_are_never_sent_in_four_bits_and_bf16_not_in_bf16():
+def test_parameters_never_go_in_int4_nor_bf16_in_bf16():
     unit = transformer().units[0]
     layout = with_wires(unit, LAYOUTS[3], SLOW, JOB)
     assert layout.gather_wire is INT8 and layout.reduce_wire is INT4
@@ -115,7 +115,7 @@ def test_packed_weights_of_4_bits_are_sent_to_the_byte(beside):
         assert with_wires(unit, layout, SLOW, replace(JOB, communication=allowed)).gather_wire is None
 
 
-def test_two_measured_stages_are_shorter_by_what_is_not_sent_between_nodes():
+def test_two_measured_stages_are_shorter_by_what_formats_save():
     unit, layout = transformer().units[0], LAYOUTS[3]
     timings = tuple(
         CollectiveTiming(collective=kind, group_size=4, latency_s=0.1, seconds_per_byte=2e-6, crosses_nodes=True)
@@ -128,7 +128,7 @@ def test_two_measured_stages_are_shorter_by_what_is_not_sent_between_nodes():
     assert exact.gather_forward - coded.gather_forward == pytest.approx(saved, rel=0.05)
 
 
-def test_search_takes_them_where_the_link_is_slow_and_compare_shows_what_they_gain():
+def test_search_takes_formats_on_slow_links_compare_shows_gain():
     description = transformer()
     slow = problem(description, SLOW, JOB)
     exact = replace(slow, job=replace(JOB, communication=EXACT))

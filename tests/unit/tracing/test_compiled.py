@@ -208,7 +208,7 @@ class TwoKinds(nn.Module):
         return {"loss": x.float().sum()}
 
 
-def test_blocks_that_do_not_compile_run_as_they_are_and_are_named(caplog):
+def test_blocks_that_do_not_compile_are_named_and_stay(caplog):
     with caplog.at_level(logging.WARNING), torch.device("meta"):
         model = TwoKinds()
     description = describe(
@@ -277,7 +277,7 @@ def test_compile_without_blocks_says_so(caplog):
     assert "AlbertForMaskedLM has no blocks to compile" in caplog.text
 
 
-def test_only_units_are_compiled_not_modules_of_their_class_inside_or_beside_them():
+def test_only_units_are_compiled_not_other_modules_of_class():
     class Nested(nn.Module):
         def __init__(self):
             super().__init__()

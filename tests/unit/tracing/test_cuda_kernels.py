@@ -125,7 +125,7 @@ def test_math_kernel_saves_what_torchs_own_does(dtype, groups, mask):
     [(A100, False, 40, 0), (A100, True, 64, 48), (H100, True, 40, 40)],
     ids=["flash", "memory-efficient pads", "cuDNN"],
 )
-def test_fused_kernels_save_row_sums_and_bias_as_each_lays_them_out(capability, masked, rows, bias):
+def test_fused_kernels_save_row_sums_and_bias_as_laid_out(capability, masked, rows, bias):
     query, key, value = (torch.randn(2, 4, 40, 16, dtype=BF16, requires_grad=True) for _ in range(3))
     mask = torch.ones(2, 1, 40, 40, dtype=torch.bool) if masked else None
     with CudaKernels(capability):

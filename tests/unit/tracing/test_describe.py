@@ -155,7 +155,7 @@ def test_plain_module_is_traced_with_inputs_that_it_takes():
 
 
 @pytest.mark.parametrize(("name", "traces"), [("plain", 1), ("gpt2", 3)])
-def test_model_that_fails_is_traced_once_if_it_has_no_blocks(monkeypatch, name, traces):
+def test_failing_model_without_blocks_is_traced_once(monkeypatch, name, traces):
     tried = []
 
     def fail(*args: object) -> None:
@@ -176,7 +176,7 @@ def opaque(hidden: torch.Tensor) -> torch.Tensor:
     return hidden.clone()
 
 
-def test_describe_names_what_failed_and_where_in_a_model_that_cannot_be_traced(real_model):
+def test_describe_names_what_failed_and_where(real_model):
     model = real_model("LlamaForCausalLM")
     model.model.layers[1].mlp.forward = lambda hidden: opaque(hidden)  # the operator itself cannot be copied
     where = r"in model\.layers\.1\.mlp \(LlamaMLP\): \w+: There was no fake impl"
@@ -229,12 +229,12 @@ def test_second_forward_on_other_rows_is_traced(gpt2):
     assert all(parameter.grad is None for parameter in gpt2.parameters())
 
 
-def test_loss_that_calls_the_model_it_knows_runs_the_fake_one(gpt2):
+def test_loss_that_calls_a_known_model_runs_the_fake(gpt2):
     assert described(gpt2, loss=lambda model, batch: gpt2(**batch)) == described(gpt2)
     assert all(parameter.grad is None for parameter in gpt2.parameters()) and "forward" not in vars(gpt2)
 
 
-def test_reference_model_runs_wherever_its_weights_are_and_they_count_nowhere(gpt2):
+def test_reference_model_runs_anywhere_and_its_weights_never_count(gpt2):
     reference = copy.deepcopy(gpt2).to("meta")
 
     def compared(model, batch):
@@ -248,7 +248,7 @@ def test_reference_model_runs_wherever_its_weights_are_and_they_count_nowhere(gp
     assert saved[1] < saved[0] + sum(parameter.nbytes for parameter in reference.parameters()) / 10
 
 
-def test_loss_that_reads_a_weight_of_the_model_it_knows_is_refused(gpt2):
+def test_loss_that_reads_weights_of_known_model_is_refused(gpt2):
     def loss(model, batch):
         return model(**batch).loss + gpt2.lm_head.weight.square().sum()
 
@@ -282,7 +282,7 @@ def by_closure(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("replace", [by_method, by_partial, by_partial_of_a_bound_method, by_closure])
-def test_forward_that_was_replaced_on_the_instance_runs_on_the_copy(gpt2, replace):
+def test_forward_replaced_on_the_instance_runs_on_the_copy(gpt2, replace):
     plain = described(gpt2)
     replace(gpt2)
     found = described(gpt2)

@@ -70,7 +70,7 @@ def test_every_preset_has_multiprocessors():
     assert processors_of((99, 0)) == processors_of((12, 0))
 
 
-def test_scratch_moment_adds_the_kernels_bytes_from_its_least_batch_on():
+def test_scratch_moment_adds_kernel_bytes_from_least_batch_on():
     moment = ScratchMoment(
         live=Affine(constant=10, per_sample=1), least=3, growing=Affine(per_sample=20), most=(Affine(constant=100),)
     )
@@ -79,7 +79,7 @@ def test_scratch_moment_adds_the_kernels_bytes_from_its_least_batch_on():
     assert peak.plus(Affine(constant=5)).bytes(4) == 99 and peak.scaled(2, constants=True).bytes(4) == 188
 
 
-def test_description_for_cuda_counts_a_buffer_that_only_larger_batches_have():
+def test_description_for_cuda_counts_buffers_of_larger_batches():
     """A ViT's bias gradients take none at the traced batches of 2 and 3 images; at 32 the buffer is the peak."""
     config = ViTConfig(num_hidden_layers=2, architectures=["ViTForImageClassification"])
     model = ViTForImageClassification(config)

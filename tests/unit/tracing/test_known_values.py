@@ -128,7 +128,7 @@ ASKING = {
 @pytest.mark.parametrize(
     "name", slow_but(ASKING, daily=["DebertaV2ForSequenceClassification", "Wav2Vec2ForCTC", "CLIPModel"])
 )
-def test_models_that_ask_for_values_are_traced_and_may_be_recomputed(name):
+def test_models_that_ask_for_values_are_traced_and_recomputable(name):
     model = build_on_meta(getattr(transformers, name).config_class(**ASKING[name][0]), name)
     found = describe(model, sequence_length=ASKING[name][1])
     assert found.trace.startswith("fake tensors") and found.recomputable

@@ -85,7 +85,7 @@ def extends(monkeypatch):
 
 @pytest.mark.usefixtures("extends")
 @pytest.mark.parametrize("chunk, shortest", [(1, 6), pytest.param(8, 14, marks=pytest.mark.slow)])
-def test_model_that_loops_is_described_from_short_samples_to_the_byte(chunk, shortest, monkeypatch):
+def test_looping_model_is_described_from_short_samples_to_the_byte(chunk, shortest, monkeypatch):
     found = described(LoopModel(chunk))
     assert f"extended from {shortest}, " in found.trace
     monkeypatch.setattr(describing, "SHORTEST", 1000)
@@ -96,7 +96,7 @@ def test_model_that_loops_is_described_from_short_samples_to_the_byte(chunk, sho
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("extends")
-def test_model_whose_chunks_are_longer_than_the_short_samples_is_traced_whole():
+def test_model_of_long_chunks_is_traced_whole():
     assert "extended" not in described(LoopModel(32), recomputation=False).trace
 
 
@@ -118,12 +118,12 @@ def peak(tokens: int) -> Envelope:
     return Envelope.above([Affine(constant=1000), Affine(constant=8, per_sample=10 * tokens)])
 
 
-def test_moment_that_only_few_samples_of_few_tokens_have_is_left_out():
+def test_moment_of_few_samples_and_tokens_is_left_out():
     assert [len(peak(tokens).pieces) for tokens in (32, 64, 112, 960)] == [2, 2, 1, 1]
     assert _envelope([peak(48), peak(80), peak(112)], 27) == peak(48 + 27 * 32)
 
 
-def test_moments_of_a_loop_that_do_not_grow_in_proportion_are_refused():
+def test_moments_of_a_loop_out_of_proportion_are_refused():
     def squared(tokens: int) -> Envelope:
         return replace(peak(tokens), pieces=(*peak(tokens).pieces, Affine(per_sample=5 * tokens**2)))
 

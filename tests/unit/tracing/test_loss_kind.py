@@ -84,7 +84,7 @@ def test_find_loss_kind_of_models_of_transformers(make, kind):
     )
 
 
-def test_find_loss_kind_examines_a_large_model_on_the_meta_device():
+def test_find_loss_kind_examines_large_models_on_meta():
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=32, hidden_size=4096, vocab_size=128256)).bfloat16()
     assert find_loss_kind(model, training_batch(model, 16), its_own) is LossKind.SHARE

@@ -42,7 +42,7 @@ def test_sizes_are_rounded_up_to_blocks():
         assert live.current_bytes == 512 + 1024 and kept
 
 
-def test_resized_storages_count_at_their_present_size_also_in_nested_trackers():
+def test_resized_storages_count_present_size_in_nested_trackers():
     original = torch.UntypedStorage.resize_
     with MemoryTracker(block_bytes=1) as outer, MemoryTracker(block_bytes=1) as live:
         a = torch.empty(1000)

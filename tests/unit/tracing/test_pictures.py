@@ -24,7 +24,7 @@ RECOMPUTED = ("Qwen2_5_VLForConditionalGeneration", "MllamaForConditionalGenerat
 
 
 @pytest.mark.parametrize("name", VISION)
-def test_batch_with_two_pictures_trains_and_is_traced_with_the_vision_tower(name):
+def test_batch_with_two_pictures_trains_and_is_traced(name):
     model, batch = tiny_vision(name), UsualBatch(tiny_vision(name), 48, 2)
     assert (batch.pictures.number, batch.pictures.tokens) == (2, TOKENS.get(name, 4))
     model(**batch(2)).loss.backward()
@@ -36,7 +36,7 @@ def test_batch_with_two_pictures_trains_and_is_traced_with_the_vision_tower(name
     assert any("vis" in fqn for fqn in units)
 
 
-def test_one_picture_is_the_default_and_more_pictures_need_more_memory():
+def test_one_picture_is_default_and_more_need_more_memory():
     saved = []
     for images in (0, None, 2):
         description = describe(
@@ -57,7 +57,7 @@ def test_units_that_do_not_run_are_named_if_they_train(caplog):
     assert not caplog.text
 
 
-def test_samples_too_short_for_pictures_and_models_without_pictures_are_refused():
+def test_pictures_without_room_or_vision_are_refused():
     with pytest.raises(DescriptionError, match=r"no room for 1 picture of 32 x 32 \(16 tokens\).* use at least 18"):
         describe(tiny_vision("LlavaForConditionalGeneration"), sequence_length=17)
     with pytest.raises(ValueError, match="images=1, but GPT2LMHeadModel takes no pictures"):

@@ -59,12 +59,12 @@ def test_ways_save_what_takes_most_time_for_its_bytes_first():
     assert ways[2].names == ("qkv", "attention")
 
 
-def test_what_costs_more_than_its_share_of_saving_all_is_left_out():
+def test_way_beyond_its_share_of_saving_all_is_out():
     calls = [call("addmm#0", flops=20_000, saved=100), call("mul#0", traffic=100, saved=900)]
     assert [way.saved_calls for way in recomputations(calls, 500, "cpu")] == [(), ("addmm#0",)]
 
 
-def test_products_are_named_by_as_much_of_their_modules_as_tells_them_apart():
+def test_products_are_named_as_far_as_tells_them_apart():
     calls = [
         call(f"addmm#{i}", flops=10**6, saved=10, module=name)
         for i, name in enumerate(("attn.c_proj", "mlp.c_proj", "mlp.c_fc"))
@@ -77,7 +77,7 @@ points = st.lists(st.tuples(st.integers(0, 1000).map(float), st.integers(0, 1000
 
 
 @given(points, st.integers(1, 6))
-def test_corners_are_few_and_each_lies_below_the_line_between_its_neighbours(some, most):
+def test_corners_are_few_and_lie_below_their_neighbours_line(some, most):
     rising = sorted({x: y for x, y in some}.items())
     corners = corner_indices(
         [(0.0, 2000.0), *((x + 1, y) for x, y in rising), (2000.0, 0.0)], most=most, least_gain=0.0
@@ -96,7 +96,7 @@ def test_corners_are_few_and_each_lies_below_the_line_between_its_neighbours(som
         daily=(("gpt2 with dropout", "cuda"), ("llama", "cpu")),
     ),
 )
-def test_each_way_is_better_than_a_mix_of_its_neighbours_and_of_saving_all(name, device_type):
+def test_each_way_beats_a_mix_of_its_neighbours(name, device_type):
     description = described(name, device_type)
     blocks = [segment for segment in description.segments if segment.recomputed]
     assert len(blocks) == 3 and len({description.recomputations[s.unit] for s in blocks}) == 1, (
@@ -114,7 +114,7 @@ def test_each_way_is_better_than_a_mix_of_its_neighbours_and_of_saving_all(name,
         assert all(way.costs.forward.flops == segment.forward.flops for way in segment.recomputed)
 
 
-def test_saved_products_do_not_run_again_and_the_last_one_never_did():
+def test_saved_products_and_the_last_do_not_run_again():
     segment = described("gpt2").segments[3]
     again = [way for way in segment.recomputed if way.recomputation.names == ("c_attn", "attention", "c_proj", "c_fc")]
     again = again or [way for way in segment.recomputed if "c_attn" in way.recomputation.names]

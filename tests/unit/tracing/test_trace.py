@@ -150,7 +150,7 @@ def test_matmul_flops_are_those_of_torchs_counter(real_model):
     assert traced == pytest.approx(counter.get_total_flops())
 
 
-def test_fused_attention_in_low_precision_keeps_no_square_matrix_and_half_the_bytes(meta_model):
+def test_fused_attention_in_bf16_keeps_no_scores_half_bytes(meta_model):
     model = meta_model("GPT2LMHeadModel")
     found = {}
     for tokens, dtype in ((16, DType.BFLOAT16), (32, DType.BFLOAT16), (32, None)):
