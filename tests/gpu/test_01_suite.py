@@ -4,8 +4,6 @@ and time and the headline experiments; offload has tests of its own.
 `pytest -m gpu tests/gpu`
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The memory estimate and the planner's frontier on a real GPU, as rank 0 of 8. `pytest -m gpu tests/gpu`"""
 
-from __future__ import annotations
-
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 

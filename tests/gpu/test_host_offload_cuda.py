@@ -3,8 +3,6 @@
 `pytest -m gpu tests/gpu`
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -63,9 +61,7 @@ def offloaded(every: int, *, seed: int = 0) -> torch.nn.Module:
     return move_to_device(model, CUDA)
 
 
-def stepped(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, clip: Callable[..., torch.Tensor]
-) -> float:
+def stepped(model, optimizer, step, clip) -> float:
     tiny_loss(model, {name: value.to(CUDA) for name, value in tiny_batch(step).items()}).backward()
     norm = clip(model.parameters(), MAX_NORM).item()
     optimizer.step()

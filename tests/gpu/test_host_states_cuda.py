@@ -2,8 +2,6 @@
 device.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

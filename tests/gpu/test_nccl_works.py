@@ -2,8 +2,6 @@
 would end.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The branch and bound finds what CP-SAT proves of the whole program, and leaves out nothing that is better."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

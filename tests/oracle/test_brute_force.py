@@ -1,7 +1,5 @@
 """The search equals brute force: every layout of every unit, at every batch, on small random instances."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -112,9 +110,7 @@ def test_search_equals_brute_force(seed):
     check_against(plans, description, hardware, job, dice)
 
 
-def check_against(
-    plans, description: ModelDescription, hardware: Hardware, job: TrainingJob, dice: random.Random
-) -> None:
+def check_against(plans, description, hardware, job, dice) -> None:
     """Hold searches against all plans, at four limits and where nothing fits."""
     peaks = sorted({peak for peak, _ in plans})
     limits = {peaks[0], dice.choice(peaks), peaks[len(peaks) // 3], dice.randint(peaks[0], peaks[-1])}

@@ -6,8 +6,6 @@ order of the middle would be faster. The brute force here is a second writing of
 layout.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import dataclass, replace

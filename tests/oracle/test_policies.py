@@ -1,7 +1,5 @@
 """What may be given up for memory is given up only where it pays."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The plan under `simplicity` is the simplest of all plans within its share of the fastest one's time."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

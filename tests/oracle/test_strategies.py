@@ -2,8 +2,6 @@
 errors.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from dataclasses import replace
@@ -30,15 +28,7 @@ JOB = TrainingJob(global_batch_size=8)
 MODEL = transformer(layers=6)
 
 
-def machine(
-    backend: Backend,
-    nodes: int = 1,
-    devices_per_node: int = 4,
-    *,
-    flops_per_s: float = 1e12,
-    inter: float = 1e7,
-    hop_s: float = 1e-6,
-) -> Hardware:
+def machine(backend, nodes=1, devices_per_node=4, *, flops_per_s=1e12, inter=1e7, hop_s=1e-6):
     """Devices whose copies and updates cost next to nothing, so that links and overlap decide."""
     return toy_hardware(
         nodes, devices_per_node, memory_bytes=AMPLE, flops_per_s=flops_per_s, memory_bytes_per_s=1e12,

@@ -1,7 +1,5 @@
 """Orders that the cost model must keep, whatever the model and the layout; bytes survive their text."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
@@ -12,7 +10,6 @@ from hf_osdp.planner.cost.collectives import collective_seconds, replicate_ring,
 from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.cost.timing import estimate_time
 from hf_osdp.planner.decision import Batch, UnitLayout
-from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import Backend, Collective, Hardware
 from hf_osdp.planner.presets import preset_names
 from hf_osdp.planner.search.candidates import Candidate
@@ -41,9 +38,7 @@ CAST = TrainingJob(
 )
 
 
-def arbitrary(
-    seed: int, description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch
-) -> list[UnitLayout]:
+def arbitrary(seed, description, hardware, job, batch) -> list[UnitLayout]:
     """Any layout for each unit."""
     *_, space = search_spaces(problem(description, hardware, job), batch)
     dice = random.Random(seed)

@@ -2,8 +2,6 @@
 read or is its error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

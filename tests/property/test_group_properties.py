@@ -1,7 +1,5 @@
 """Who communicates with whom, over any world: groups partition the ranks, and cross each other in one rank."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -51,9 +49,7 @@ def test_shard_and_replicate_groups_partition_the_ranks(world_size):
         assert np.prod(list(axes.values())) == world_size and axes[SHARD_AXIS] == shard_size
         shards = groups(axes, SHARD_AXIS)
         assert_partition(shards, world_size)
-        assert all(group == list(range(group[0], group[0] + shard_size)) for group in shards), (
-            "shard groups are neighbours"
-        )
+        assert all(group == list(range(group[0], group[0] + shard_size)) for group in shards)
         if shard_size < world_size:
             replicas = groups(axes, REPLICATE_AXIS)
             assert_partition(replicas, world_size)
@@ -93,9 +89,7 @@ def test_two_stages_reach_all_of_the_shard_group_once(world_size):
             for group in shards:
                 for place, rank in enumerate(group):
                     assert sorted(other for neighbour in inside[rank] for other in across[neighbour]) == group
-                    assert place == across[rank].index(rank) * stage_size + inside[rank].index(rank), (
-                        "shards come in rank order"
-                    )
+                    assert place == across[rank].index(rank) * stage_size + inside[rank].index(rank)
 
 
 def ring_of(found: Groups, per_node: int) -> Ring:

@@ -2,8 +2,6 @@
 along.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -25,9 +23,7 @@ from tests.helpers.properties import holds
 class Sums:
     """What is there at a moment, found anew each time. `done` are units whose gradients were reduced."""
 
-    def __init__(
-        self, description: ModelDescription, choices: list[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
-    ):
+    def __init__(self, description, choices, world_size, job, batch):
         self.description, self.job, self.samples = description, job, batch.micro_batch_size
         self.units = [
             unit_bytes(u, c, world_size, job, batch) for u, c in zip(description.units, choices, strict=True)
@@ -53,9 +49,7 @@ class Sums:
         self.first = {unit: self.where.index(unit) for unit in self.passing}
         self.ahead = [0 if unit is None else self.units[unit].prefetched for unit in gathered_ahead(description)]
 
-    def moment(
-        self, phase: str, unit: int | None, *, gathered: int, activations: int, gradients: int, buffers: int
-    ) -> tuple:
+    def moment(self, phase, unit, *, gathered, activations, gradients, buffers) -> tuple:
         label = "(all)" if unit is None else self.description.units[unit].label
         held = {name: sum(getattr(unit, name) for unit in self.units) for name in ("parameters", "optimizer")}
         outputs = self.description.output_bytes.bytes(self.samples) if self.job.holds_outputs else 0
@@ -206,9 +200,7 @@ jobs = st.builds(
 batches = st.builds(Batch, micro_batch_size=st.integers(1, 3), accumulation_steps=st.integers(1, 2))
 
 
-def random_choices(
-    dice: random.Random, description: ModelDescription, world_size: int, batch: Batch
-) -> list[UnitLayout]:
+def random_choices(dice, description, world_size, batch) -> list[UnitLayout]:
     """Any layout of each unit, with every other decision that it may take."""
     found = []
     for index, unit in enumerate(description.units):

@@ -2,8 +2,6 @@
 least is tight.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

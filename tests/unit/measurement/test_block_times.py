@@ -1,7 +1,5 @@
 """Times of segments: which section a moment belongs to, the shortened model, and what fits whose description."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -151,9 +149,7 @@ def test_measure_profile_is_equal_on_all_ranks():
     profile = Profile.from_json(texts[0])
     overhead = profile.hardware.fsdp_overhead
     for work in (overhead.gather, overhead.reduce, *overhead.updates.values()):
-        assert work(4, 2**20) > 0, (
-            "of a few tensors; on a busy machine a call or a tensor alone may come out as nothing"
-        )
+        assert work(4, 2**20) > 0
     assert len(profile.device_names) == 2
     with_block_times(describe(CONFIGS["gpt2"], sequence_length=12), profile)
 

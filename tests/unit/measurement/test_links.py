@@ -1,7 +1,5 @@
 """Links are measured in few groups, within a limit of time, and give back the collectives that were measured."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 
@@ -110,9 +108,7 @@ def test_links_of_measured_gathers_predict_rings_of_every_size(nodes, local):
 STANDARD = (2**16, 2**19, 2**21)
 
 
-def emulated_measurement(
-    monkeypatch, *, bytes_per_s: float, latency_s: float, seconds: float = 0.7, shared_cores: bool = False
-) -> tuple[float, list[set[int]], tuple]:
+def emulated_measurement(monkeypatch, *, bytes_per_s, latency_s, seconds=0.7, shared_cores=False):
     """Seconds on a clock that only calls of collectives move, sizes of messages of each, and the timings; four
     ranks on two nodes.
     """

@@ -2,8 +2,6 @@
 to a GPU.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace

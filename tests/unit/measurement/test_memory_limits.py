@@ -1,7 +1,5 @@
 """Memory that control groups allow: both versions, nested groups, containers, several ranks of a machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -2,8 +2,6 @@
 behind.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 import weakref
@@ -165,9 +163,7 @@ def test_compiled_code_has_unknown_peak_and_one_clocked_step(monkeypatch):
     assert meter.peak_bytes is None and clocked == [2]
 
 
-def metered(
-    steps: int = 4, micro_steps: int | None = None
-) -> tuple[Model, torch.optim.Optimizer, LoopMeter, list[Observation]]:
+def metered(steps=4, micro_steps=None) -> tuple[Model, torch.optim.Optimizer, LoopMeter, list[Observation]]:
     told: list[Observation] = []
     model = Model()
     plan = SimpleNamespace(accumulation_steps=micro_steps)

@@ -1,7 +1,5 @@
 """Forwards that are compiled in place: copies of the model, and batch normalisation."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -57,7 +55,11 @@ def test_wrappers_of_torch_compile_are_taken_off_all_modules():
         unwrapped(torch.compile(nn.Linear(2, 2), backend="eager"), OSDPConfig())
 
 
-def test_batch_norm_in_compiled_block_counts_each_batch_once(block):
+@pytest.mark.parametrize("generates_code", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_batch_norm_in_compiled_block_counts_each_batch_once(block, generates_code, monkeypatch):
+    if not generates_code:  # dynamo and the partitioner alone
+        compiler = torch.compile
+        monkeypatch.setattr(torch, "compile", lambda forward, **_: compiler(forward, backend="aot_eager"))
     compiled = copy.deepcopy(block)
     change_blocks(compiled, NORMED)
     torch.testing.assert_close(stepped(compiled), stepped(block))
@@ -66,9 +68,7 @@ def test_batch_norm_in_compiled_block_counts_each_batch_once(block):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_with_compiled_blocks_run_their_own_weights(block, copied, monkeypatch):
-    monkeypatch.setattr(
-        torch, "compile", lambda forward, **options: lambda *args: forward(*args)
-    )  # whose weights run does not need code
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: lambda *args: forward(*args))  # it needs no code
     change_blocks(block, NORMED)
     block(torch.ones(2, 4))
     other = copied(block)

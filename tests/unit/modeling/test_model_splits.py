@@ -1,7 +1,5 @@
 """Splitting a model: its units then, the splits that are tried, and that nothing happens to the model itself."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -40,10 +38,8 @@ def test_operator_units_are_block_parts_and_norms_the_roots(llama):
         "model.embed_tokens", "model.layers.0.self_attn", "model.layers.0.mlp", "model.layers.1.self_attn",
         "model.layers.1.mlp", "lm_head",
     ]  # fmt: skip
-    assert {p.name for p in root.parameters} == {
-        "model.norm.weight", *(f"model.layers.{i}.{name}_layernorm.weight" for i in range(2) for name in ("input",
-                                                                                                          "post_attention")),
-    }  # fmt: skip
+    norms = [f"layers.{i}.{name}_layernorm" for i in range(2) for name in ("input", "post_attention")]
+    assert {p.name for p in root.parameters} == {f"model.{name}.weight" for name in ("norm", *norms)}
     assert sum(unit.numel for unit in (root, *units)) == sum(p.numel() for p in llama.parameters())
 
 
@@ -52,9 +48,8 @@ def test_slices_are_units_whose_blocks_are_split_anyway(llama):
     for operators in (True, False):
         split = ModelSplit(operators=operators, sliced=(OperatorSplit(fqn="model.layers.1.mlp.down_proj", slices=3),))
         names = [unit.fqn for unit in find_units(split_copy(llama, split), operators=operators)]
-        assert [name for name in names if "down_proj" in name] == [
-            f"model.layers.1.mlp.down_proj.slices.{i}" for i in range(3)
-        ]
+        slices = [f"model.layers.1.mlp.down_proj.slices.{i}" for i in range(3)]
+        assert [name for name in names if "down_proj" in name] == slices
         assert "model.layers.1.mlp.gate_proj" in names and "model.layers.1" not in names
         assert ("model.layers.0.mlp" in names, "model.layers.0" in names) == (operators, not operators)
     assert [name for name, _ in llama.named_parameters()] == before
@@ -64,11 +59,8 @@ def test_possible_splits_are_of_head_and_large_operators(llama, described):
     splits = possible_splits(llama, described)
     assert ModelSplit(operators=True) in splits and WHOLE_BLOCKS not in splits and len(set(splits)) == len(splits)
     assert {operator.fqn for split in splits for operator in split.sliced if not split.operators} == {"lm_head"}
-    assert not any(
-        operator.fqn == "lm_head"
-        for split in possible_splits(llama, described, vocabulary=False)
-        for operator in split.sliced
-    )
+    without_head = possible_splits(llama, described, vocabulary=False)
+    assert not any(operator.fqn == "lm_head" for split in without_head for operator in split.sliced)
     sizes = {name: p.numel() for name, p in llama.named_parameters()}
     largest = max(numel for name, numel in sizes.items() if ".mlp." in name)
     inside = {operator.fqn for split in splits for operator in split.sliced} - {"lm_head"}
@@ -76,14 +68,10 @@ def test_possible_splits_are_of_head_and_large_operators(llama, described):
 
 
 def test_possible_splits_leave_deep_models_and_other_heads_whole():
-    deep, bert = (
-        tiny_model("llama", layers=SHALLOW + 1, dtype=torch.float32),
-        tiny_model("bert", layers=2, dtype=torch.float32),
-    )
-    assert not any(
-        split.operators for split in possible_splits(deep, describe(deep, sequence_length=12, recomputation=False))
-    )
-    splits = possible_splits(bert, describe(bert, sequence_length=12, recomputation=False))
+    sizes = (("llama", SHALLOW + 1), ("bert", 2))
+    models = [tiny_model(name, layers=layers, dtype=torch.float32) for name, layers in sizes]
+    deep, splits = (possible_splits(m, describe(m, sequence_length=12, recomputation=False)) for m in models)
+    assert not any(split.operators for split in deep)
     assert splits and all(operator.fqn.startswith("bert.") for split in splits for operator in split.sliced)
 
 
@@ -97,9 +85,8 @@ def test_split_model_computes_the_same_in_smaller_units(llama, described):
 
     assert flops(other) == pytest.approx(flops(described))
     blocks = {u.fqn for u in described.units if u.class_name == "LlamaDecoderLayer"}
-    assert max(u.numel for u in other.units if u.fqn.startswith("model.layers")) < min(
-        u.numel for u in described.units if u.fqn in blocks
-    )
+    largest = max(u.numel for u in other.units if u.fqn.startswith("model.layers"))
+    assert largest < min(u.numel for u in described.units if u.fqn in blocks)
 
 
 def test_recomputed_forms_save_less_and_compute_more(described):
@@ -109,9 +96,8 @@ def test_recomputed_forms_save_less_and_compute_more(described):
         again = plain.under(Activations.RECOMPUTE.recomputation)
         assert again.saved_bytes(4) < plain.saved_bytes(4)
         more = again.backward.matmul_flops(4) - plain.backward.matmul_flops(4)
-        assert (
-            0.5 * plain.forward.matmul_flops(4) < more <= plain.forward.matmul_flops(4)
-        )  # less what backward does not need
+        whole = plain.forward.matmul_flops(4)
+        assert 0.5 * whole < more <= whole  # less what backward does not need
         assert again.backward.peak_bytes.bytes(4) > plain.backward.peak_bytes.bytes(4)
     assert not describe(tiny_model("llama", layers=2), sequence_length=12, recomputation=False).recomputable
 
@@ -182,11 +168,8 @@ def test_single_strategies_take_the_model_as_it_is(described):
 
 def test_slices_of_a_head_are_freed_after_use(llama):
     split = ModelSplit(operators=True, sliced=(OperatorSplit(fqn="lm_head", slices=2),))
-    spans = {
-        u.fqn: u.span
-        for u in describe(llama, sequence_length=12, split=split, recomputation=False).units
-        if "lm_head" in u.fqn
-    }
+    units = describe(llama, sequence_length=12, split=split, recomputation=False).units
+    spans = {u.fqn: u.span for u in units if "lm_head" in u.fqn}
     assert spans == {f"lm_head.slices.{i}": GatherSpan.USE for i in range(2)}
 
 
@@ -197,9 +180,8 @@ def test_splits_that_a_model_cannot_run_are_left_out():
     model = T5ForConditionalGeneration(config)
     options = {"sequence_length": 12, "recomputation": False}
     plain = describe(model, **options)
-    split = ModelSplit(
-        operators=True, sliced=(OperatorSplit(fqn="encoder.block.0.layer.1.DenseReluDense.wo", slices=2),)
-    )
+    wo = OperatorSplit(fqn="encoder.block.0.layer.1.DenseReluDense.wo", slices=2)
+    split = ModelSplit(operators=True, sliced=(wo,))
     with pytest.raises(DescriptionError, match="does not run"):  # T5 asks for the dtype of this weight
         describe(model, **options, split=split)
     assert chosen(plain, 1, lambda: [split], lambda split: describe(model, **options, split=split)) is plain

@@ -1,9 +1,7 @@
 """Activations that wait on the host: the same gradients from less memory of the device."""
 
-from __future__ import annotations
-
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -57,9 +55,7 @@ def two_layers(name: str, *, attention: str = "sdpa", dropout: float = 0.0) -> n
     return model
 
 
-def gradients(
-    model: nn.Module, loss: Callable[[nn.Module], torch.Tensor], *, backwards: int = 1
-) -> list[torch.Tensor]:
+def gradients(model, loss, *, backwards=1) -> list[torch.Tensor]:
     """The loss, and what backward leaves in parameters."""
     torch.manual_seed(1)
     value = loss(model)
@@ -102,18 +98,13 @@ def test_names_stay_and_each_way_is_told_apart(way):
     plain, model = two_layers("gpt2"), changed(changed(two_layers("gpt2"), way), way)
     for names in ("named_modules", "named_parameters", "state_dict"):
         assert list(dict(getattr(model, names)())) == list(dict(getattr(plain, names)()))
-    assert all(
-        (recomputation_of(block) is not None, activations_of(block).offloads) == (way is not offload, True)
-        for block in blocks(model)
-    )
     recompute(blocks(plain)[0])
-    assert (recomputation_of(blocks(plain)[0]) is not None, activations_of(blocks(plain)[0]).offloads) == (True, False)
+    told = [(recomputation_of(b) is not None, activations_of(b).offloads) for b in (*blocks(model), blocks(plain)[0])]
+    assert told == [(way is not offload, True)] * 2 + [(True, False)]
 
 
 def device_and_host_bytes(block: nn.Module, x: torch.Tensor) -> tuple[int, int]:
-    """Bytes that a block's forward leaves beside its parameters and its output: its input, which nobody else holds,
-    and what it saves.
-    """
+    """Bytes that a block's forward leaves beside its parameters and output: its input and what it saves."""
     with MemoryTracker(block_bytes=1) as memory, memory.host_copies():
         output = block(x * 1)
         left = memory.current_bytes - output.nbytes
@@ -204,10 +195,8 @@ class Lazy(nn.Module):
 
 def test_what_storage_and_strides_do_not_say_is_not_lost():
     two_tensor = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
-    for block, x in (
-        (Lazy(), torch.randn(3, 2)),
-        (nn.Sequential(nn.GELU(), nn.Tanh()), two_tensor(torch.randn(3), torch.randn(3))),
-    ):
+    pair = two_tensor(torch.randn(3), torch.randn(3))
+    for block, x in ((Lazy(), torch.randn(3, 2)), (nn.Sequential(nn.GELU(), nn.Tanh()), pair)):
         x.requires_grad_()
         wanted = torch.autograd.grad((block(x * 1) ** 2).sum(), x)[0]
         offload(block)
@@ -254,7 +243,7 @@ def test_only_hidden_states_of_decoder_inputs_are_its_own(real_model):
 class Copied:
     """The end of a copy that runs until somebody waits for it."""
 
-    def __init__(self, running: list[Copied]) -> None:
+    def __init__(self, running: list) -> None:
         self.running = running
         running.append(self)
 

@@ -1,7 +1,5 @@
 """Bases in 4 bits: sizes of packed weights, equal products, what a description counts, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -19,7 +17,7 @@ pytest.importorskip("peft", reason="the extra peft is not installed")
 
 
 def base(**options: object) -> nn.Module:
-    return in_4_bits(tiny_model("llama", dtype=torch.float32, scale=5.0), **options)
+    return in_4_bits(tiny_model("llama", dtype=torch.float32, scale=5.0, layers=2), **options)
 
 
 @pytest.mark.parametrize("nested", [True, False])
@@ -35,15 +33,10 @@ def test_bytes_of_a_weight_are_those_of_bitsandbytes(nested):
     assert torch.equal(restored, bnb.functional.dequantize_4bit(layer.weight, state))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"quant_storage": torch.float32},
-        {"quant_type": "fp4", "compress_statistics": False},
-        {"compute_dtype": None},
-    ],
-)
+FP4 = {"quant_type": "fp4", "compress_statistics": False}
+
+
+@pytest.mark.parametrize("options", [{}, {"quant_storage": torch.float32}, FP4, {"compute_dtype": None}])
 def test_packed_model_computes_the_same_to_the_bit(options):
     model, batch = adapted(base(**options)), tiny_batch(0)
     tiny_loss(model, batch).backward()
@@ -73,9 +66,8 @@ def in_8_bits() -> nn.Module:
 
 def in_float8() -> nn.Module:
     float8 = pytest.importorskip("torchao.float8", reason="torchao is not installed; pip install 'hf_osdp[low-bit]'")
-    return float8.convert_to_float8_training(
-        nn.Sequential(nn.Linear(16, 16)), config=float8.Float8LinearConfig(emulate=True)
-    )
+    emulated = float8.Float8LinearConfig(emulate=True)
+    return float8.convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=emulated)
 
 
 def of_another_library() -> nn.Module:

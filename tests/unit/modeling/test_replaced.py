@@ -1,7 +1,5 @@
 """Attributes replaced for a while are as before afterwards, whatever the owner is."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

@@ -1,32 +1,17 @@
-"""Operators, embeddings and vocabulary projections in slices compute what whole ones do; what cannot be split is
-refused.
-"""
-
-from __future__ import annotations
+"""Operators, embeddings and heads in slices compute what whole ones do; what cannot be split is refused."""
 
 import copy
 import functools
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    BertForMaskedLM,
-    CohereConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTJConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    OPTConfig,
-)
+from transformers import AutoModelForCausalLM, BertForMaskedLM, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.pytorch_utils import Conv1D
@@ -44,9 +29,7 @@ from tests.helpers.models import tiny_batch, tiny_model
 
 
 def operator(kind: str, features: int = 11, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """With tiny integers for weights: sums of their products are exact, in bfloat16 too, whatever kernel a BLAS
-    picks.
-    """
+    """With tiny integers for weights: sums of their products are exact, in bfloat16 too."""
     module = Conv1D(features, 6) if kind == "conv1d" else nn.Linear(6, features, bias=kind == "linear")
     for parameter in module.parameters():
         parameter.data = torch.randint(-2, 3, parameter.shape).to(dtype)
@@ -126,28 +109,21 @@ def test_split_embedding_equals_whole_in_lookups_and_gradient(slices, padding):
 # ---- the head and its loss
 
 VOCABULARY = 61
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "num_hidden_layers": 1,
-    "hidden_size": 16,
-    "num_attention_heads": 2,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
-GPT = {
-    "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": VOCABULARY, "n_positions": 16, "bos_token_id": 0,
-    "eos_token_id": 0,
-    "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0,
-}  # fmt: skip
+TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
+SIZES = {**TOKENS, "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+LLAMA = {**SIZES, "intermediate_size": 32}
+NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
+GPT = {**TOKENS, "n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 16, **NO_DROPOUT}
+OPT = {"ffn_dim": 32, "word_embed_proj_dim": 16, "max_position_embeddings": 16, "dropout": 0.0, "pad_token_id": 1}
 CONFIGS = {
-    "gpt2": GPT2Config(**GPT),  # tied
-    "opt": OPTConfig(
-        **SIZES, ffn_dim=32, word_embed_proj_dim=16, max_position_embeddings=16, dropout=0.0, pad_token_id=1
-    ),  # tied, padding
-    "llama": LlamaConfig(**SIZES, intermediate_size=32),
-    "mistral": MistralConfig(**SIZES, num_key_value_heads=1, intermediate_size=32, tie_word_embeddings=True),
-    "gptj": GPTJConfig(**GPT, rotary_dim=4),  # a head with bias
-    "cohere": CohereConfig(**SIZES, intermediate_size=32, tie_word_embeddings=False),  # scales its logits
+    "gpt2": transformers.GPT2Config(**GPT),  # tied
+    "opt": transformers.OPTConfig(**SIZES, **OPT),  # tied, padding
+    "llama": LlamaConfig(**LLAMA),
+    "mistral": transformers.MistralConfig(
+        **SIZES, num_key_value_heads=1, intermediate_size=32, tie_word_embeddings=True
+    ),
+    "gptj": transformers.GPTJConfig(**GPT, rotary_dim=4),  # a head with bias
+    "cohere": transformers.CohereConfig(**LLAMA, tie_word_embeddings=False),  # scales its logits
 }
 
 
@@ -183,17 +159,16 @@ def exact_loss(logits: torch.Tensor, labels: torch.Tensor, **options) -> torch.T
     return ForCausalLMLoss(logits.as_subclass(Exact), labels, VOCABULARY, **options).as_subclass(torch.Tensor)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_items_in_batch": 17},
-        {"num_items_in_batch": torch.tensor(23)},
-        {"shift_labels": batch()["labels"].roll(1)},
-        {"ignore_index": 5},
-    ],
-    ids=["mean", "items", "items as a tensor", "shifted", "ignore"],
-)
+OPTIONS = {
+    "mean": {},
+    "items": {"num_items_in_batch": 17},
+    "items as a tensor": {"num_items_in_batch": torch.tensor(23)},
+    "shifted": {"shift_labels": batch()["labels"].roll(1)},
+    "ignore": {"ignore_index": 5},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_loss_takes_what_transformers_takes(options):
     inputs = batch()
     if "ignore_index" in options:
@@ -266,9 +241,7 @@ def test_copy_of_a_split_model_is_one_of_its_own():
 
 
 class SliceSized(TorchDispatchMode):
-    """How wide tensors with a row for each token are, of those as wide as a slice at least, and how many are alive
-    at once.
-    """
+    """Of tensors with a row for each token, and as wide as a slice at least: the width, and how many are alive."""
 
     def __init__(self, tokens: int, columns: int):
         super().__init__()
@@ -276,12 +249,8 @@ class SliceSized(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if (
-            isinstance(out, torch.Tensor)
-            and out.ndim > 1
-            and out.shape[-2] == self.tokens
-            and out.shape[-1] >= self.columns
-        ):
+        shape = out.shape if isinstance(out, torch.Tensor) else ()
+        if len(shape) > 1 and shape[-2] == self.tokens and shape[-1] >= self.columns:
             storage = out.untyped_storage()
             self.live[storage._cdata] = StorageWeakRef(storage)
             self.live = {key: ref for key, ref in self.live.items() if not ref.expired()}
@@ -290,19 +259,14 @@ class SliceSized(TorchDispatchMode):
 
 
 def test_no_more_than_a_slice_of_the_logits_exists():
-    """A slice's logits and one temporary of log-sum-exp in forward; in backward the logits made again become their
-    gradient.
-    """
+    """Beside a slice's logits, one temporary of log-sum-exp; in backward the logits become their gradient."""
     vocabulary, slices, tokens = 2048, 8, 64
-    model = AutoModelForCausalLM.from_config(
-        LlamaConfig(**{**SIZES, "vocab_size": vocabulary}, intermediate_size=32)
-    ).train()
-    split(model, slices, "lm_head")
+    config = LlamaConfig(**{**SIZES, "vocab_size": vocabulary}, intermediate_size=32)
+    model = split(AutoModelForCausalLM.from_config(config).train(), slices, "lm_head")
     ids = torch.randint(0, vocabulary, (1, tokens))
     with SliceSized(tokens, vocabulary // slices) as seen:
         model(input_ids=ids, labels=ids).loss.backward()
-    assert seen.widest == vocabulary // slices
-    assert seen.most <= 2
+    assert seen.widest == vocabulary // slices and seen.most <= 2
 
 
 # ---- whole models
@@ -333,10 +297,8 @@ def test_pretrained_weights_load_and_are_saved(tmp_path):
 
 def test_loading_tells_what_does_not_fit():
     model, state = split(GPT2(), 4, *NAMES), GPT2().state_dict()
-    with pytest.raises(
-        RuntimeError,
-        match=r"transformer.h.0.mlp.c_fc.weight: shape \(20, 79\) was given, but the model's is \(20, 80\)",
-    ):
+    message = r"transformer.h.0.mlp.c_fc.weight: shape \(20, 79\) was given, but the model's is \(20, 80\)"
+    with pytest.raises(RuntimeError, match=message):
         model.load_state_dict({**state, "transformer.h.0.mlp.c_fc.weight": torch.zeros(20, 79)})
     del state["transformer.h.0.mlp.c_fc.bias"]
     with pytest.raises(RuntimeError, match=r"Missing key.*transformer.h.0.mlp.c_fc.slices.0.bias"):
@@ -352,11 +314,8 @@ def test_slices_have_names_in_the_whole_and_of_their_own():
     assert names["lm_head.weight"].parts == names["transformer.wte.weight"].parts
     assert names["lm_head.weight"].sizes == (16, 15, 15, 15)
     found = part_names(split(GPT2(), 2, "transformer.h.0.mlp.c_fc", "lm_head"))
-    assert list(found.items()) == [
-        (f"transformer.{owner}.slices.{index}", owner == "wte")
-        for owner in ("wte", "h.0.mlp.c_fc")
-        for index in (0, 1)
-    ]
+    slices = [(owner, index) for owner in ("wte", "h.0.mlp.c_fc") for index in (0, 1)]
+    assert list(found.items()) == [(f"transformer.{owner}.slices.{i}", owner == "wte") for owner, i in slices]
     assert not part_names(GPT2())
 
 
@@ -399,7 +358,7 @@ class NoLabels(LlamaForCausalLM):
         return self.lm_head(self.model(input_ids).last_hidden_state)
 
 
-BERT = BertConfig(**SIZES, intermediate_size=32, max_position_embeddings=16)
+BERT = transformers.BertConfig(**SIZES, intermediate_size=32, max_position_embeddings=16)
 FC = "transformer.h.0.mlp.c_fc"
 REFUSED = {
     "absent": (GPT2, "transformer.mlp.c_fc", 2, ValueError,
@@ -444,9 +403,8 @@ def test_head_whose_logits_are_changed_gives_the_same_loss():
     class Changing(LlamaForCausalLM):
         def forward(self, input_ids, labels=None):
             logits = 3 * torch.tanh(self.lm_head(self.model(input_ids).last_hidden_state) / 3)
-            loss = nn.functional.cross_entropy(
-                logits.view(-1, VOCABULARY), labels.view(-1), label_smoothing=self.smoothing
-            )
+            flat = logits.view(-1, VOCABULARY), labels.view(-1)
+            loss = nn.functional.cross_entropy(*flat, label_smoothing=self.smoothing)
             return CausalLMOutput(loss=loss, logits=logits)
 
     torch.manual_seed(0)

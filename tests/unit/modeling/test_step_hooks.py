@@ -1,7 +1,5 @@
 """Hooks of every optimizer's step go while a step runs them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,8 +1,4 @@
-"""Ring α-β model, and measured timings before it; `tests/property/test_group_properties.py` has the rings of any
-world.
-"""
-
-from __future__ import annotations
+"""Ring α-β model, and measured timings before it; `tests/property/test_group_properties.py` has any world's rings."""
 
 from dataclasses import replace
 
@@ -68,22 +64,14 @@ def test_two_stages_are_two_rings(collective):
     hardware = machine(nodes=3)
     between, within = 2 * OUTSIDE + 2 / 3 * (N / 4) * 4e-8, ONE_LAP
     assert sharded_seconds(hardware, collective, 12, 4, N) == pytest.approx(between + within)
-    assert sharded_seconds(hardware, collective, 12, 1, N) == pytest.approx(
-        8 * INSIDE + 3 * OUTSIDE + 11 / 12 * N * 1e-8
-    )
+    flat_s = 8 * INSIDE + 3 * OUTSIDE + 11 / 12 * N * 1e-8
+    assert sharded_seconds(hardware, collective, 12, 1, N) == pytest.approx(flat_s)
     assert sharded_seconds(hardware, collective, 12, 4, 0) == 0.0
 
 
-def measured(
-    collective: Collective, group_size: int, latency_s: float, *, crosses_nodes: bool = False
-) -> CollectiveTiming:
-    return CollectiveTiming(
-        collective=collective,
-        group_size=group_size,
-        latency_s=latency_s,
-        seconds_per_byte=1e-6,
-        crosses_nodes=crosses_nodes,
-    )
+def measured(collective, group_size, latency_s, *, crosses_nodes=False) -> CollectiveTiming:
+    known = {"collective": collective, "group_size": group_size, "crosses_nodes": crosses_nodes}
+    return CollectiveTiming(**known, latency_s=latency_s, seconds_per_byte=1e-6)
 
 
 @pytest.mark.parametrize("backend", Backend)

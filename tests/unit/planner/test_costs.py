@@ -3,8 +3,6 @@
 The unit has w (8, 3) and b (8,) in float32, both trainable: 32 elements, 128 bytes.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -15,15 +13,13 @@ from hf_osdp.planner.cost.collectives import collective_seconds, replicate_ring,
 from hf_osdp.planner.cost.units import UnitBytes, UnitSeconds, merged_gradients, unit_bytes, unit_seconds
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import DType, GatherSpan, ParameterSpec, UnitDescription, shard_dim
-from hf_osdp.planner.hardware import Backend, Collective, FsdpOverhead, Hardware, HostSpec, WorkTime
+from hf_osdp.planner.hardware import Backend, Collective, FsdpOverhead, Hardware, WorkTime
 from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
-from tests.helpers.hardware import toy_hardware
+from tests.helpers.hardware import host_of, toy_hardware
 
 ONCE, THRICE = (Batch(micro_batch_size=1, accumulation_steps=steps) for steps in (1, 3))
-HOST = HostSpec(
-    memory_bytes=10**9, to_device_bytes_per_s=1e4, to_host_bytes_per_s=2e4, update_bytes_per_s=5e3, source="made up"
-)
+HOST = host_of(10**9, to_device=1e4, to_host=2e4, update=5e3)
 
 
 def parameter(name: str, *shape: int, dtype: DType = DType.FLOAT32, requires_grad: bool = True) -> ParameterSpec:
@@ -31,9 +27,8 @@ def parameter(name: str, *shape: int, dtype: DType = DType.FLOAT32, requires_gra
 
 
 def unit_of(*parameters: ParameterSpec, span: GatherSpan = GatherSpan.USE, shared=()) -> UnitDescription:
-    return UnitDescription(
-        fqn="u", module_names=("u",), class_name="Block", span=span, parameters=parameters, shared=shared
-    )
+    names = {"fqn": "u", "module_names": ("u",), "class_name": "Block"}
+    return UnitDescription(**names, span=span, parameters=parameters, shared=shared)
 
 
 def layout(g: int, *, keep: bool = False, hold: bool = False, **more: Any) -> UnitLayout:
@@ -49,24 +44,12 @@ ROOT = unit_of(parameter("w", 8, 3), span=GatherSpan.STEP)
 WIDE_REDUCTION = Precision(reduce=DType.FLOAT32)
 
 
-def job_of(
-    precision: str = "no", *, states: int = 2, step: OptimizerStep = OptimizerStep.FUSED, clips: bool = False
-) -> TrainingJob:
-    optimizer = OptimizerSpec(states=states, step=step)
-    return TrainingJob(
-        global_batch_size=12, precision=Precision.named(precision), optimizer=optimizer, clips_gradients=clips
-    )
+def job_of(precision="no", *, states=2, step=OptimizerStep.FUSED, clips=False) -> TrainingJob:
+    options = {"precision": Precision.named(precision), "optimizer": OptimizerSpec(states=states, step=step)}
+    return TrainingJob(global_batch_size=12, clips_gradients=clips, **options)
 
 
-def terms(
-    g: int,
-    unit: UnitDescription = UNIT,
-    *,
-    world_size: int = 4,
-    job: TrainingJob | None = None,
-    batch: Batch = ONCE,
-    **more: Any,
-) -> UnitBytes:
+def terms(g, unit=UNIT, *, world_size=4, job=None, batch=ONCE, **more) -> UnitBytes:
     return unit_bytes(unit, layout(g, **more), world_size, job or job_of(), batch)
 
 
@@ -198,10 +181,10 @@ def test_unit_bytes_equal_terms_by_hand(asked, wanted):
 @pytest.mark.parametrize("hold", [False, True])
 def test_unit_bytes_of_one_process_accumulate_in_place(hold):
     alone = terms(g=1, world_size=1, hold=hold, batch=THRICE)
-    nothing = dict.fromkeys(
-        ["gathered", "gather_buffer", "cast_buffer", "reduce_input", "reduce_tail", "reduce_output"], 0
+    names = (
+        "gathered gather_buffer cast_buffer reduce_input reduce_tail reduce_output gradients_after gradients_settled"
     )
-    assert alone == replace(alone, gradients_held=128, gradients_after=0, gradients_settled=0, **nothing)
+    assert alone == replace(alone, gradients_held=128, **dict.fromkeys(names.split(), 0))
 
 
 @pytest.mark.parametrize(("g", "pinned"), [(1, 128 + 32), (2, 64 + 16), (4, 32 + 8)])
@@ -209,11 +192,7 @@ def test_unit_bytes_on_host_leave_the_device_whole(g, pinned):
     here, there = terms(g), terms(g, on_host=True)
     assert (there.held, there.gradients_after) == (0, 0)
     assert (here.host, there.host) == (0, 2 * pinned + here.optimizer), "parameters and gradients in powers of two"
-    assert (there.gathered, there.gather_buffer, there.reduce_input) == (
-        here.gathered,
-        here.gather_buffer,
-        here.reduce_input,
-    )
+    assert all(getattr(there, n) == getattr(here, n) for n in ("gathered", "gather_buffer", "reduce_input"))
     assert there.reduce_output == 128 // g, "what is reduced cannot become the gradient where it lies"
     assert terms(g, on_host=True, job=job_of(step=OptimizerStep.FOREACH)).step_scratch == 0, "the host takes the step"
 
@@ -233,14 +212,9 @@ def test_stacks_are_sharded_along_the_dimension_with_little_padding(shape, ranks
 
 def test_scalars_stay_whole_and_shared_gradients_are_merged():
     assert parameter("scale").sharded_numel(4) == 1
-    shared = replace(UNIT, shared=(("w", "head.w"),))
-    asked = (
-        (shared, job_of()),
-        (shared, job_of("bf16")),
-        (UNIT, job_of()),
-        (replace(UNIT, span=GatherSpan.CALLS), job_of()),
-    )
-    assert [merged_gradients(*each) for each in asked] == [96, 48, 0, 128]
+    shared, called = replace(UNIT, shared=(("w", "head.w"),)), replace(UNIT, span=GatherSpan.CALLS)
+    asked = ((shared, "no"), (shared, "bf16"), (UNIT, "no"), (called, "no"))
+    assert [merged_gradients(unit, job_of(precision)) for unit, precision in asked] == [96, 48, 0, 128]
 
 
 @pytest.mark.parametrize(
@@ -263,22 +237,11 @@ def test_batch_holds_gradients_and_reduces_once_only_with_accumulation():
     assert [batch.reduce_scatters(choice) for batch, choice in asked] == [1, 1, 3, 1]
 
 
-# seconds
-
-
 def machine(devices_per_node: int = 4, **more: Any) -> Hardware:
     return toy_hardware(1, devices_per_node, memory_bytes_per_s=1e6, intra=(1e-6, 1e6), inter=(1e-5, 1e5), **more)
 
 
-def seconds(
-    g: int,
-    unit: UnitDescription = UNIT,
-    *,
-    keep: bool = False,
-    job: TrainingJob | None = None,
-    hardware: Hardware | None = None,
-    **more: Any,
-) -> UnitSeconds:
+def seconds(g, unit=UNIT, *, keep=False, job=None, hardware=None, **more) -> UnitSeconds:
     return unit_seconds(unit, layout(g, keep=keep, **more), hardware or machine(), job or job_of())
 
 
@@ -348,11 +311,8 @@ def test_unit_seconds_of_collectives_are_those_of_their_rings(g, precision, gath
         return collective_seconds(machine(), collective, ring, nbytes)
 
     found = seconds(g, job=job_of(precision))
-    assert (
-        found.gather_forward
-        == found.gather_backward
-        == ring_s(Collective.ALL_GATHER, shard_ring(machine(), g), gathered)
-    )
+    gather_s = ring_s(Collective.ALL_GATHER, shard_ring(machine(), g), gathered)
+    assert found.gather_forward == found.gather_backward == gather_s
     assert found.reduce_scatter == ring_s(Collective.REDUCE_SCATTER, shard_ring(machine(), g), 128)
     assert found.all_reduce == ring_s(Collective.ALL_REDUCE, replicate_ring(machine(), g), 128 // g)
 
@@ -375,10 +335,6 @@ def test_unit_seconds_bring_shards_from_host_and_take_gradients_there(g, brought
     """Replicas come on the stream of compute, where they are copied."""
     here, there = (seconds(g, hardware=machine(host=HOST), on_host=way) for way in (False, True))
     added = {name: getattr(there, name) - getattr(here, name) for name in UnitSeconds.__slots__}
-    transfer = {
-        brought: 128 // g / 1e4,
-        brought.replace("forward", "backward"): 128 // g / 1e4,
-        "reduce_scatter": 128 // g / 2e4,
-    }
-    moved = {"optimizer": 7 * 128 // g / 5e3 - here.optimizer}
+    transfer = dict.fromkeys((brought, brought.replace("forward", "backward")), 128 // g / 1e4)
+    moved = {"reduce_scatter": 128 // g / 2e4, "optimizer": 7 * 128 // g / 5e3 - here.optimizer}
     assert added == pytest.approx(dict.fromkeys(added, 0.0) | transfer | moved)

@@ -1,7 +1,6 @@
 """Affine costs and their envelopes, splits and recomputations, and what a description refuses."""
 
-from __future__ import annotations
-
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -13,15 +12,8 @@ from hf_osdp.planner.description import DType, ParameterSpec, Recomputation
 from hf_osdp.planner.split import ModelSplit, OperatorSplit
 from tests.helpers.descriptions import linear_envelope, transformer
 
-moments = st.lists(
-    st.builds(
-        lambda constant, slope: Affine(constant=float(constant), per_sample=float(slope)),
-        st.integers(0, 10**9),
-        st.integers(0, 10**6),
-    ),
-    min_size=1,
-    max_size=30,
-)
+constants, slopes = (st.integers(0, most).map(float) for most in (10**9, 10**6))
+moments = st.lists(st.builds(Affine, constant=constants, per_sample=slopes), min_size=1, max_size=30)
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])  # where other programs keep the cores busy
@@ -29,12 +21,9 @@ moments = st.lists(
 def test_envelope_is_the_highest_of_its_moments_alone(given_moments, samples):
     envelope = Envelope.above(given_moments)
     assert envelope.bytes(samples) == max(moment.bytes(samples) for moment in given_moments)
-    steep = [moment.per_sample for moment in envelope.pieces]
-    assert steep == sorted(set(steep))
-    crossings = [
-        (before.constant - after.constant) / (after.per_sample - before.per_sample)
-        for before, after in zip(envelope.pieces, envelope.pieces[1:], strict=False)
-    ]
+    lines = [(moment.per_sample, moment.constant) for moment in envelope.pieces]
+    assert [slope for slope, _ in lines] == sorted({slope for slope, _ in lines})
+    crossings = [(c - d) / (t - s) for (s, c), (t, d) in itertools.pairwise(lines)]
     assert crossings == sorted(crossings), "each is the highest between two crossings"
 
 
@@ -49,23 +38,20 @@ def test_bytes_are_rounded_up_and_never_negative():
     assert linear_envelope(constant=0.25, per_sample=1).bytes(3) == Affine(constant=0.25, per_sample=1).bytes(3) == 4
     assert linear_envelope(constant=-100, per_sample=1).bytes(3) == Affine(constant=-100, per_sample=1).bytes(3) == 0
     assert Envelope.above([]).bytes(7) == Envelope().bytes(7) == 0
-    assert [linear_envelope(constant=10, per_sample=5).scaled(0.5, constants=c).bytes(2) for c in (True, False)] == [
-        10,
-        15,
-    ]
+    line = linear_envelope(constant=10, per_sample=5)
+    assert [line.scaled(0.5, constants=constants).bytes(2) for constants in (True, False)] == [10, 15]
 
 
 def test_split_is_none_and_described_by_what_it_does():
     head, other = OperatorSplit(fqn="lm_head", slices=4), OperatorSplit(fqn="a.b", slices=2)
-    splits = (
-        ModelSplit(),
-        ModelSplit(operators=True),
-        ModelSplit(sliced=(head,)),
-        ModelSplit(operators=True, sliced=(head, other)),
-    )
-    assert [split.is_none for split in splits] == [True, False, False, False]
-    texts = ["blocks", "operators", "blocks, lm_head in 4 slices", "operators, 2 operators in 2 to 4 slices"]
-    assert [split.describe() for split in splits] == texts
+    told = {
+        "blocks": ModelSplit(),
+        "operators": ModelSplit(operators=True),
+        "blocks, lm_head in 4 slices": ModelSplit(sliced=(head,)),
+        "operators, 2 operators in 2 to 4 slices": ModelSplit(operators=True, sliced=(head, other)),
+    }
+    assert [split.is_none for split in told.values()] == [True, False, False, False]
+    assert [split.describe() for split in told.values()] == list(told)
 
 
 HEAD = OperatorSplit(fqn="lm_head", slices=2)

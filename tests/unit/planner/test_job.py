@@ -1,7 +1,5 @@
 """Precision, micro-batch sizes, and what each strategy offers each unit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -9,22 +7,20 @@ import pytest
 from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.decision import Batch
 from hf_osdp.planner.description import DType, ParameterSpec
-from hf_osdp.planner.hardware import Hardware, HostSpec
+from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.strategies import batches, search_spaces
 from hf_osdp.planner.training_job import Precision, TrainingJob
-from tests.helpers.descriptions import transformer, ways
-from tests.helpers.hardware import bare_preset
+from tests.helpers.descriptions import transformer, ways, with_frozen
+from tests.helpers.hardware import bare_preset, host_of
 from tests.helpers.problems import problem
 
 WEIGHT = ParameterSpec(name="w", shape=(2,), dtype=DType.FLOAT32)
 ONCE, TWICE = (Batch(micro_batch_size=1, accumulation_steps=steps) for steps in (1, 2))
 JOB = TrainingJob(global_batch_size=32)
 SAVING = replace(JOB, recompute=False)
-HOST = HostSpec(
-    memory_bytes=10**9, to_device_bytes_per_s=1e4, to_host_bytes_per_s=2e4, update_bytes_per_s=5e3, source="made up"
-)
+HOST = host_of(10**9, to_device=1e4, to_host=2e4, update=5e3)
 SAVE, AGAIN, OFFLOAD, AGAIN_OFFLOAD = Activations.BASIC
 PLAIN = transformer(layers=2)
 SENT = [replace(s, own_saved_bytes=s.saved_bytes, sent_bytes=s.saved_bytes) for s in PLAIN.segments]
@@ -39,14 +35,7 @@ def devices(per_node: int, *, nodes: int = 1) -> Hardware:
     return bare_preset("a100-40", nodes=nodes, devices_per_node=per_node)
 
 
-def spaces(
-    batch: Batch,
-    job: TrainingJob = JOB,
-    *,
-    hardware: Hardware | None = None,
-    host=None,
-    strategy: Strategy = Strategy.OSDP,
-):
+def spaces(batch, job=JOB, *, hardware=None, host=None, strategy=Strategy.OSDP):
     hardware = replace(hardware or devices(4), host=host)
     return search_spaces(problem(DESCRIPTION, hardware, job, strategy=strategy), batch)
 
@@ -66,14 +55,9 @@ def test_batch_below_process_count_is_refused_with_a_divisor():
 
 def test_precision_names_give_gathered_and_reduced_dtypes():
     assert Precision.named("no") == Precision.named("fp32") == Precision()
-    names = {
-        "no": (DType.FLOAT32, DType.FLOAT32),
-        "bf16": (DType.BFLOAT16, DType.FLOAT32),
-        "fp16": (DType.FLOAT16, DType.FLOAT32),
-    }
-    for name, dtypes in names.items():
+    for name, dtype in (("no", DType.FLOAT32), ("bf16", DType.BFLOAT16), ("fp16", DType.FLOAT16)):
         precision = Precision.named(name)
-        assert (precision.gathered_dtype(WEIGHT), precision.reduced_dtype(WEIGHT)) == dtypes
+        assert (precision.gathered_dtype(WEIGHT), precision.reduced_dtype(WEIGHT)) == (dtype, DType.FLOAT32)
     assert Precision(compute=DType.BFLOAT16).reduced_dtype(WEIGHT) is DType.BFLOAT16
     autocast, kept = Precision.named("bf16", autocast=True), replace(WEIGHT, keeps_dtype=True)
     assert autocast.gathered_dtype(WEIGHT) is Precision.named("bf16").reduced_dtype(kept) is DType.FLOAT32
@@ -99,9 +83,8 @@ def test_hsdp_and_two_stages_need_groups_in_between():
     (space,) = spaces(ONCE, SAVING, hardware=devices(4, nodes=2), strategy=Strategy.TWO_STAGE)
     assert {(choice.shard_size, choice.stage_size) for choices in space for choice in choices} == {(8, 4)}
     for hardware in (devices(1, nodes=8), devices(8), devices(1)):
-        with pytest.raises(
-            ValueError, match=r"strategy=two_stage needs several nodes of several devices, not [18] of [18]; use fsdp"
-        ):
+        message = r"strategy=two_stage needs several nodes of several devices, not [18] of [18]; use fsdp"
+        with pytest.raises(ValueError, match=message):
             spaces(ONCE, SAVING, hardware=hardware, strategy=Strategy.TWO_STAGE)
     (everything,) = spaces(ONCE, SAVING, hardware=devices(4, nodes=4))
     staged = {(c.shard_size, c.stage_size) for choices in everything for c in choices if c.stage_size > 1}
@@ -143,11 +126,7 @@ def test_space_offers_what_job_and_unit_allow(asked, activations, held, on_host)
 
 
 def test_frozen_units_hold_no_gradients():
-    frozen = replace(
-        DESCRIPTION.units[3],
-        parameters=tuple(replace(p, requires_grad=False) for p in DESCRIPTION.units[3].parameters),
-    )
-    description = replace(DESCRIPTION, units=(*DESCRIPTION.units[:3], frozen))
+    description = replace(DESCRIPTION, units=(*DESCRIPTION.units[:3], with_frozen(DESCRIPTION.units[3])))
     (space,) = search_spaces(problem(description, devices(4), replace(JOB, reduce_every_micro_step=False)), TWICE)
     assert [{not c.reduce_every_micro_step for c in choices} for choices in space] == [{True}, {True}, {True}, {False}]
 
@@ -156,6 +135,4 @@ def test_single_strategies_decide_for_all_blocks_or_none():
     found = [[{c.activations for c in choices} for choices in space] for space in spaces(ONCE, strategy=Strategy.FSDP)]
     assert found == [[{SAVE}] * 4, [{SAVE}, {SAVE}, {AGAIN}, {AGAIN}]]
     assert len(spaces(TWICE, strategy=Strategy.FSDP)) == 4, "with all gradients held, and with none"
-    assert len(spaces(TWICE, strategy=Strategy.FSDP, host=HOST)) == 24, (
-        "with all states on the host, the optimizer's alone and none, all activations and none"
-    )
+    assert len(spaces(TWICE, strategy=Strategy.FSDP, host=HOST)) == 24

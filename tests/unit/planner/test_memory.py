@@ -1,8 +1,4 @@
-"""Peaks in closed form, and the order of a step's moments; `tests/property/test_memory_walk.py` sums every moment
-anew.
-"""
-
-from __future__ import annotations
+"""Peaks in closed form, and the order of moments; `tests/property/test_memory_walk.py` sums every moment anew."""
 
 from dataclasses import replace
 from typing import Any
@@ -43,18 +39,9 @@ def blocks(*, saved: int = 0, head_saved: int = 0, head_workspace: int = 0) -> M
         return Segment(unit=unit, saved_bytes=Affine(per_sample=saved), forward=phase, backward=phase)
 
     weights = (ParameterSpec(name=f"b{i}.w", shape=(100,), dtype=DType.FLOAT32) for i in range(LAYERS))
-    return ModelDescription(
-        model_name="blocks",
-        model_class="Blocks",
-        block_classes=("Block",),
-        sequence_length=1,
-        compute_dtype=DType.FLOAT32,
-        units=(
-            unit("", GatherSpan.STEP),
-            *(unit(f"b{i}", GatherSpan.USE, weight) for i, weight in enumerate(weights)),
-        ),
-        segments=(*(segment(1 + i, saved, 0) for i in range(LAYERS)), segment(0, head_saved, head_workspace)),
-    )
+    units = (unit("", GatherSpan.STEP), *(unit(f"b{i}", GatherSpan.USE, one) for i, one in enumerate(weights)))
+    segments = (*(segment(1 + i, saved, 0) for i in range(LAYERS)), segment(0, head_saved, head_workspace))
+    return replace(transformer(), sequence_length=1, units=units, segments=segments, input_bytes=Affine())
 
 
 def everywhere(description: ModelDescription, g: int, *, keep: bool = False, **more: Any) -> list[UnitLayout]:
@@ -63,15 +50,7 @@ def everywhere(description: ModelDescription, g: int, *, keep: bool = False, **m
     ]
 
 
-def estimate(
-    description: ModelDescription,
-    g: int,
-    *,
-    world_size: int = 4,
-    job: TrainingJob = JOB,
-    batch: Batch = ONCE,
-    **chosen: Any,
-) -> MemoryEstimate:
+def estimate(description, g, *, world_size=4, job=JOB, batch=ONCE, **chosen) -> MemoryEstimate:
     return estimate_memory(description, everywhere(description, g, **chosen), world_size, job, batch)
 
 
@@ -104,9 +83,7 @@ def test_peak_in_closed_form(description, asked, where, total_bytes):
     memory = estimate(description, **asked)
     assert (memory.peak.phase, memory.peak.unit) == where
     assert memory.peak_bytes == memory.peak.total_bytes == total_bytes
-    assert memory.peak is next(moment for moment in memory.moments if moment.total_bytes == total_bytes), (
-        "the first of the highest"
-    )
+    assert memory.peak is next(moment for moment in memory.moments if moment.total_bytes == total_bytes)
 
 
 @pytest.mark.parametrize(
@@ -117,29 +94,19 @@ def test_scratch_of_a_loop_is_its_largest(step, expected):
     assert (combined_scratch(job, [10, 20, 30]), combined_scratch(job, [])) == (expected, 0)
 
 
-@pytest.mark.parametrize(
-    ("order", "ahead"),
-    [
-        pytest.param(
-            (1, 0, 2, 3, 0, 1, 0),
-            (None, None, None, 2, 3, 3, None),
-            id="head shared: nothing is gathered during the loss",
-        ),
-        pytest.param((0, 2, 3, 0), (None, None, 2, 3), id="root's head: the last block is gathered during the loss"),
-        pytest.param((0, 2, 0, 3), (None, None, 2, 2), id="root between blocks"),
-        pytest.param(
-            (1, 2, 1, 3, 1),
-            (None, None, 2, None, 3),
-            id="nor is it while shared weights run more often than they have modules",
-        ),
-        pytest.param((1, 2, 3, 0), (None, None, 2, 3), id="a shared module that never runs has no place in the order"),
-    ],
-)
+ORDERS = {
+    "head shared: nothing is gathered during the loss": ((1, 0, 2, 3, 0, 1, 0), (None, None, None, 2, 3, 3, None)),
+    "root's head: the last block is gathered during the loss": ((0, 2, 3, 0), (None, None, 2, 3)),
+    "root between blocks": ((0, 2, 0, 3), (None, None, 2, 2)),
+    "shared weights run more often than they have modules": ((1, 2, 1, 3, 1), (None, None, 2, None, 3)),
+    "a shared module that never runs has no place in the order": ((1, 2, 3, 0), (None, None, 2, 3)),
+}
+
+
+@pytest.mark.parametrize(("order", "ahead"), ORDERS.values(), ids=ORDERS)
 def test_gathered_ahead_follows_fsdp2s_order_of_forwards(order, ahead):
     description = transformer(layers=2)
     root, tied, *rest = description.units
     units = (root, replace(tied, module_names=("embedding", "head")), *rest)
-    assert (
-        gathered_ahead(replace(description, units=units, segments=tuple(Segment(unit=unit) for unit in order)))
-        == ahead
-    )
+    segments = tuple(Segment(unit=unit) for unit in order)
+    assert gathered_ahead(replace(description, units=units, segments=segments)) == ahead

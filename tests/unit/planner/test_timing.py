@@ -1,7 +1,5 @@
 """Seconds of a step: what overlap hides, what it cannot, and what accumulation multiplies."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -20,29 +18,20 @@ from hf_osdp.planner.cost.timing import (
 from hf_osdp.planner.cost.units import UnitSeconds
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, PhaseCost, Segment
-from hf_osdp.planner.hardware import Backend, FsdpOverhead, Hardware, HostSpec
+from hf_osdp.planner.hardware import Backend, FsdpOverhead, Hardware
 from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.training_job import OptimizerStep, Precision, TrainingJob
 from tests.helpers.descriptions import transformer, ways
-from tests.helpers.hardware import bare_preset
+from tests.helpers.hardware import bare_preset, host_of
 
-TERMS = UnitSeconds(
-    gather_forward=4.0,
-    gather_backward=4.0,
-    reduce_scatter=3.0,
-    all_reduce=2.0,
-    copy_forward=0.5,
-    copy_backward=0.75,
-    optimizer=0.25,
-)
+COLLECTIVES = dict(gather_forward=4.0, gather_backward=4.0, reduce_scatter=3.0, all_reduce=2.0)
+TERMS = UnitSeconds(**COLLECTIVES, copy_forward=0.5, copy_backward=0.75, optimizer=0.25)
 ONCE, FIVE = (Batch(micro_batch_size=1, accumulation_steps=steps) for steps in (1, 5))
 REDUCING = UnitLayout(shard_size=2, reshard_after_forward=True)
 HOLDING = replace(REDUCING, reduce_every_micro_step=False)
 JOB = TrainingJob(global_batch_size=20)
 TRANSFER = HostTransfer(out=6.0, back_beside=5.0, traffic=0.125)
-HOST = HostSpec(
-    memory_bytes=10**12, to_device_bytes_per_s=1e9, to_host_bytes_per_s=1e9, update_bytes_per_s=1e10, source="made up"
-)
+HOST = host_of(10**12, to_device=1e9, to_host=1e9, update=1e10)
 AWAITED = HostTransfer(out=6.0, back_before=5.0, traffic=0.125)
 """As the input of a recomputed unit is."""
 EXPOSED = {
@@ -81,19 +70,14 @@ EXPOSED = {
 
 @pytest.mark.parametrize(("asked", "exposed_s"), EXPOSED.values(), ids=EXPOSED)
 def test_unit_time_exposes_what_no_window_hides(asked, exposed_s):
-    batch, layout, transfer = (
-        asked.get("batch", ONCE),
-        asked.get("layout", REDUCING),
-        asked.get("transfer", HostTransfer()),
-    )
-    windows = Windows(**{name: asked[name] for name in ("forward", "backward", "later") if name in asked})
+    given = {"batch": ONCE, "layout": REDUCING, "transfer": HostTransfer(), **asked}
+    batch, layout, transfer = (given.pop(name) for name in ("batch", "layout", "transfer"))
+    windows = Windows(**given)
     time = unit_time(TERMS, layout, windows, 1.0, batch, transfer)
     steps, calls = batch.accumulation_steps, 1 + len(windows.later)
     on_the_way = steps * (calls * (4 + 4) + transfer.out + transfer.back_beside + transfer.back_before)
     assert time.exposed_s == exposed_s
-    assert time.communication_s == on_the_way + (1 if layout is HOLDING else steps) * 3 + 2, (
-        "it happens, hidden or not"
-    )
+    assert time.communication_s == on_the_way + (1 if layout is HOLDING else steps) * 3 + 2
     assert (time.compute_s, time.optimizer_s) == (steps, 0.25)
     assert time.copy_s == steps * (1.25 + (calls - 1) * 2 * 0.5 + transfer.traffic)
     assert time.total_s == time.compute_s + time.exposed_s + time.copy_s + time.optimizer_s
@@ -108,9 +92,7 @@ def phase_s(phase: PhaseCost, samples: int, machine: Hardware) -> float:
     return phase_affine(phase, transformer(), machine)(samples)
 
 
-def compute_s(
-    description: ModelDescription, machine: Hardware, samples: int, kept: Activations = Activations.SAVE
-) -> tuple[float, ...]:
+def compute_s(description, machine, samples, kept=Activations.SAVE) -> tuple[float, ...]:
     return unit_work(description, machine, samples, kept)[0]
 
 
@@ -129,11 +111,11 @@ def launching(operators: float) -> tuple[ModelDescription, Hardware]:
         return replace(phase, operators=Affine(constant=operators))
 
     plain = transformer()
-    segments = (
-        s.each(lambda costs: replace(costs, forward=issued(costs.forward), backward=issued(costs.backward)))
-        for s in plain.segments
-    )
-    return replace(plain, segments=tuple(segments)), hardware(operator_s=1e-3)
+
+    def both(costs: Segment) -> Segment:
+        return replace(costs, forward=issued(costs.forward), backward=issued(costs.backward))
+
+    return replace(plain, segments=tuple(s.each(both) for s in plain.segments)), hardware(operator_s=1e-3)
 
 
 def test_gpu_waits_where_issuing_takes_longer_than_work():
@@ -148,17 +130,12 @@ def test_gpu_waits_where_issuing_takes_longer_than_work():
     assert sum(queued) == pytest.approx(2 * work + 2 * units * work), "each unit's hooks run once in each pass"
     assert sum(compute_s(description, gpu, 2)) == pytest.approx(2 * work), "fewer samples are no quicker"
     before, after = (unit_work(*launching(operators), 4)[1] for operators in (0.0, 1e6))
-    assert all(b.backward > 100 * a.backward for a, b in zip(before, after, strict=True) if a.backward), (
-        "communication hides beside it"
-    )
+    assert all(b.backward > 100 * a.backward for a, b in zip(before, after, strict=True) if a.backward)
 
 
 def test_phase_counts_attention_rate_and_bytes_of_products():
-    phase = PhaseCost(
-        matmul_flops=Affine(per_sample=19.5e12),
-        attention_flops=Affine(per_sample=5e12),
-        product_bytes=Affine(per_sample=1555e9),
-    )
+    amounts = {"matmul_flops": 19.5e12, "attention_flops": 5e12, "product_bytes": 1555e9}
+    phase = PhaseCost(**{name: Affine(per_sample=amount) for name, amount in amounts.items()})
     assert phase.flops == Affine(per_sample=24.5e12)
     assert phase_s(phase, 1, hardware()) == pytest.approx(1 + 5 / 19.5), "by default it has the rate of products"
     device = {"attention_flops_per_s": 10e12, "product_traffic": 0.25}
@@ -218,9 +195,7 @@ def test_windows_on_nccl_are_segment_before_and_own_backward():
     embedding, *middle, _ = description.segments
     forward = [phase_s(s.forward, 4, hardware()) for s in (embedding, *middle)]
     backward = phase_s(middle[0].backward, 4, hardware())
-    assert windows[:2] == (Windows(), Windows()), (
-        "the root and the shared embedding are gathered first and reduced last"
-    )
+    assert windows[:2] == (Windows(), Windows())
     assert windows[2:] == tuple(Windows(forward=before, backward=backward) for before in forward[:3])
 
 
@@ -229,48 +204,36 @@ def recomputable(layers: int = 3) -> ModelDescription:
     description = transformer(layers=layers)
 
     def again(segment: Segment) -> Segment:
-        parts = {
-            name: getattr(segment.backward, name).plus(getattr(segment.forward, name))
-            for name in ("matmul_flops", "traffic_bytes")
-        }
-        return replace(segment, backward=replace(segment.backward, **parts))
+        forward, backward = segment.forward, segment.backward
+        names = ("matmul_flops", "traffic_bytes")
+        parts = {name: getattr(backward, name).plus(getattr(forward, name)) for name in names}
+        recomputed = ways(replace(segment, backward=replace(backward, **parts)))
+        return replace(segment, recomputed=recomputed if segment.unit > 1 else ())
 
-    segments = (
-        replace(s, recomputed=ways(again(s))) if description.units[s.unit].fqn.startswith("layers.") else s
-        for s in description.segments
-    )
-    return replace(description, segments=tuple(segments))
+    return replace(description, segments=tuple(map(again, description.segments)))
 
 
 def test_recompute_adds_forward_and_window_to_its_unit_alone():
     description = recomputable()
     assert description.recomputable == {2, 3, 4}
-    (saved, short), (again, long) = (
-        unit_work(description, hardware(), 4, a) for a in (Activations.SAVE, Activations.RECOMPUTE)
-    )
+    both = (Activations.SAVE, Activations.RECOMPUTE)
+    (saved, short), (again, long) = (unit_work(description, hardware(), 4, kept) for kept in both)
     forward = [phase_s(s.forward, 4, hardware()) for s in description.segments[1:-1]]
     assert again[:2] == saved[:2], "the root and the shared embedding cannot be run again"
     assert again[2:] == pytest.approx([seconds + more for seconds, more in zip(saved[2:], forward, strict=True)])
     assert [w.forward for w in long] == [w.forward for w in short]
-    assert [w.backward for w in long[2:]] == pytest.approx(
-        [w.backward + more for w, more in zip(short[2:], forward, strict=True)]
-    )
+    longer = [w.backward + more for w, more in zip(short[2:], forward, strict=True)]
+    assert [w.backward for w in long[2:]] == pytest.approx(longer)
 
 
 def test_timer_gives_each_unit_the_time_of_its_own_choice():
     description = recomputable()
     timer = UnitTimer(description, hardware(), JOB, FIVE)
     plain = UnitLayout(shard_size=4, reshard_after_forward=True)
-    choices = [
-        plain,
-        plain,
-        plain,
-        replace(plain, activations=Activations.RECOMPUTE),
-        replace(plain, reduce_every_micro_step=False),
-    ]
-    alone = [
-        estimate_time(description, [choice] * 5, hardware(), JOB, FIVE).units[i] for i, choice in enumerate(choices)
-    ]
+    again, held = replace(plain, activations=Activations.RECOMPUTE), replace(plain, reduce_every_micro_step=False)
+    choices = [plain, plain, plain, again, held]
+    times = [estimate_time(description, [choice] * 5, hardware(), JOB, FIVE).units for choice in choices]
+    alone = [units[i] for i, units in enumerate(times)]
     assert [timer(i, choice) for i, choice in enumerate(choices)] == alone
     assert estimate_time(description, choices, hardware(), JOB, FIVE).units == tuple(alone)
     assert timer(3, choices[3]).compute_s > timer(3, plain).compute_s
@@ -282,16 +245,8 @@ def test_timer_gives_equal_times_whatever_was_asked_before():
     description = recomputable()
     slow = replace(hardware(operator_s=1e-4), host=HOST)
     plain = UnitLayout(shard_size=4, reshard_after_forward=True)
-    layouts = [
-        replace(plain, **changes)
-        for changes in (
-            {"shard_size": 1},
-            {"on_host": True},
-            {"shard_size": 1, "on_host": True},
-            {},
-            {"shard_size": 2},
-        )
-    ]
+    changes = (dict(shard_size=1), dict(on_host=True), dict(shard_size=1, on_host=True), {}, dict(shard_size=2))
+    layouts = [replace(plain, **change) for change in changes]
     alone = [UnitTimer(description, slow, JOB, FIVE)(3, layout) for layout in layouts]
     for order in (layouts, layouts[::-1]):
         timer = UnitTimer(description, slow, JOB, FIVE)

@@ -64,11 +64,8 @@ def estimates(model: torch.nn.Module, autocast: bool, device_type: str) -> tuple
         optimizer=OptimizerSpec(step=OptimizerStep.FOR_LOOP), recompute=False,
     )  # fmt: skip
     inputs = inputs_of(model)
-    description = describe(
-        model, sequence_length=TOKENS, compute_dtype=DType.BFLOAT16 if autocast else None, autocast=autocast,
-        device_type=device_type,
-        recomputation=False, inputs=inputs,
-    )  # fmt: skip
+    options = {"compute_dtype": DType.BFLOAT16 if autocast else None, "autocast": autocast, "recomputation": False}
+    description = describe(model, sequence_length=TOKENS, device_type=device_type, inputs=inputs, **options)
     found = search(problem(description, preset("cpu"), job, 2**40))
     simulation = simulate(model, found.plan, description=description, job=job, device_type=device_type, inputs=inputs)
     return found.memory.peak_bytes, simulation.peak_bytes
@@ -78,7 +75,7 @@ def estimates(model: torch.nn.Module, autocast: bool, device_type: str) -> tuple
     ("name", "autocast"),
     slow_but(
         [*((name, False) for name in SMALL), ("GPT2LMHeadModel", True), ("BertForMaskedLM", True)],
-        daily=[("GPT2LMHeadModel", True), ("LlamaForCausalLM", False), ("T5ForConditionalGeneration", False)],
+        daily=[("GPT2LMHeadModel", True), ("LlamaForCausalLM", False)],
     ),
 )
 def test_estimate_is_what_a_real_step_holds(real_model, name, autocast):
@@ -87,10 +84,7 @@ def test_estimate_is_what_a_real_step_holds(real_model, name, autocast):
     found = estimates(model, autocast, "cpu")
     measured = measured_peak(model, autocast)
     assert all(0.98 * measured <= peak <= 1.05 * measured for peak in found)
-    if (name, autocast) == (
-        "GPT2LMHeadModel",
-        True,
-    ):  # on CUDA, normalisation, softmax and loss are computed in float32
+    if autocast and name == "GPT2LMHeadModel":  # on CUDA, normalisation, softmax and loss are in float32
         on_cuda = estimates(model, autocast, "cuda")
         assert on_cuda[0] == pytest.approx(on_cuda[1], rel=0.02)
         assert on_cuda[0] > 1.05 * found[0]

@@ -15,9 +15,8 @@ A100, H100 = Processors(108, 2048), Processors(132, 2048)
 
 
 def row_sum(rows: int, outputs: int, processors: Processors, dtype: torch.dtype = torch.bfloat16) -> int:
-    scratch = kernel_scratch(
-        aten.sum.dim_IntList, (torch.empty(rows, outputs, dtype=dtype, device="meta"), [0], True), processors
-    )
+    tensor = torch.empty(rows, outputs, dtype=dtype, device="meta")
+    scratch = kernel_scratch(aten.sum.dim_IntList, (tensor, [0], True), processors)
     return 0 if scratch is None else scratch.growth.of_rows(scratch.rows)
 
 
@@ -71,9 +70,8 @@ def test_every_preset_has_multiprocessors():
 
 
 def test_scratch_moment_adds_kernel_bytes_from_least_batch_on():
-    moment = ScratchMoment(
-        live=Affine(constant=10, per_sample=1), least=3, growing=Affine(per_sample=20), most=(Affine(constant=100),)
-    )
+    live, growing = Affine(constant=10, per_sample=1), Affine(per_sample=20)
+    moment = ScratchMoment(live=live, least=3, growing=growing, most=(Affine(constant=100),))
     peak = Envelope(pieces=(Affine(constant=50),), scratch=(moment,))
     assert [peak.bytes(samples) for samples in (2, 3, 4, 5, 6)] == [50, 73, 94, 115, 116]
     assert peak.plus(Affine(constant=5)).bytes(4) == 99 and peak.scaled(2, constants=True).bytes(4) == 188
@@ -81,8 +79,7 @@ def test_scratch_moment_adds_kernel_bytes_from_least_batch_on():
 
 def test_description_for_cuda_counts_buffers_of_larger_batches():
     """A ViT's bias gradients take none at the traced batches of 2 and 3 images; at 32 the buffer is the peak."""
-    config = ViTConfig(num_hidden_layers=2, architectures=["ViTForImageClassification"])
-    model = ViTForImageClassification(config)
+    model = ViTForImageClassification(ViTConfig(num_hidden_layers=2))
     options = {"sequence_length": 1, "recomputation": False}
     cuda, cpu = (
         [segment.backward.peak_bytes for segment in describe(model, device_type=kind, **extra, **options).segments]

@@ -1,7 +1,5 @@
 """Descriptions that are extended from short samples: equal to those of the whole length, or not used."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -67,20 +65,17 @@ def inputs(samples: int) -> dict[str, torch.Tensor]:
 
 
 def described(model: nn.Module, **options):
-    blocks = ("LoopLayer", "ScoreLayer")
-    return describe(
-        model, sequence_length=TOKENS, inputs=inputs, partial_recomputation=False, block_classes=blocks, **options
-    )
+    options = {"block_classes": ("LoopLayer", "ScoreLayer"), "partial_recomputation": False, **options}
+    return describe(model, sequence_length=TOKENS, inputs=inputs, **options)
 
 
 @pytest.fixture
 def extends(monkeypatch):
     """Extend descriptions of fewer tokens than usual."""
-    for module, name, value in (
-        (describing, "SHORTEST", 60), (describing, "_USUAL_OPERATORS", 100), (lengths, "_STEPS", (4, 8)),
-        (lengths, "_CHECKED", 32),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(describing, "SHORTEST", 60)
+    monkeypatch.setattr(describing, "_USUAL_OPERATORS", 100)
+    monkeypatch.setattr(lengths, "_STEPS", (4, 8))
+    monkeypatch.setattr(lengths, "_CHECKED", 32)
 
 
 @pytest.mark.usefixtures("extends")
@@ -109,9 +104,10 @@ def test_model_that_takes_too_long_ends_with_the_remedy():
 @pytest.mark.usefixtures("extends")
 def test_model_without_a_loop_is_described_as_before(monkeypatch):
     monkeypatch.setattr(describing, "_USUAL_OPERATORS", 1)
-    found = describe(tiny_model("llama"), sequence_length=TOKENS, recomputation=False)
+    model = tiny_model("llama", layers=1)
+    found = describe(model, sequence_length=TOKENS, recomputation=False)
     monkeypatch.setattr(describing, "SHORTEST", 1000)
-    assert found == describe(tiny_model("llama"), sequence_length=TOKENS, recomputation=False)
+    assert found == describe(model, sequence_length=TOKENS, recomputation=False)
 
 
 def peak(tokens: int) -> Envelope:

@@ -1,7 +1,5 @@
 """Known patterns of allocation, counted."""
 
-from __future__ import annotations
-
 import time
 from contextlib import nullcontext
 
@@ -92,10 +90,8 @@ def test_experts_compute_under_the_tracker_what_they_compute_without():
     torch.testing.assert_close(product, torch.cat([a[:2] @ weights[0], a[2:] @ weights[1]]))
     assert live.peak_bytes
     with FakeTensorMode() as fake, MemoryTracker():
-        assert (
-            torch.nn.functional.grouped_mm(*map(fake.from_tensor, (a, weights)), offs=fake.from_tensor(ends)).shape
-            == product.shape
-        )
+        a, weights, ends = map(fake.from_tensor, (a, weights, ends))
+        assert torch.nn.functional.grouped_mm(a, weights, offs=ends).shape == product.shape
 
 
 @pytest.mark.parametrize(("counted", "made"), [("cuda", "cpu"), (None, "meta")])
@@ -139,12 +135,7 @@ def _once_gloo_lets_go(live: MemoryTracker, expected: int) -> int:
 
 def test_fsdp2_counts_shards_between_steps_and_whole_parameters_within():
     for whole, ((before, backward, after, peak), second) in run_ranks(_levels_of_fsdp2_steps, 2):
-        assert (before, backward, after) == (
-            whole // 2,
-            whole,
-            whole,
-        )  # shards, their gradients, momenta in their place
+        assert (before, backward, after) == (whole // 2, whole, whole)  # shards, gradients, momenta in their place
         assert second[:3] == (whole, 3 * whole // 2, whole)
-        # momenta of half the parameters; gloo's thread may hold a layer's gradient, a quarter of them, for a moment
-        # longer
+        # momenta of half the parameters; gloo's thread may hold a layer's gradient, a quarter of them, a bit longer
         assert peak > whole and second[3] == pytest.approx(peak + whole // 2, abs=whole // 4)

@@ -1,7 +1,5 @@
 """Which operators of a block are worth saving: corners of the frontier, and what the trace of a model finds."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 
@@ -21,17 +19,12 @@ TOKENS = 256
 
 @functools.cache
 def described(name: str, device_type: str = "cpu") -> ModelDescription:
-    wide = {
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 12,
-        "vocab_size": 100,
-    }
+    gpt2 = {"n_embd": 768, "n_layer": 3, "n_head": 12, "n_positions": TOKENS, "vocab_size": 100}
+    llama = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 3, "vocab_size": 100}
     configs = {
-        "gpt2": GPT2Config(n_embd=768, n_layer=3, n_head=12, n_positions=TOKENS, vocab_size=100, **NO_DROPOUT),
-        "gpt2 with dropout": GPT2Config(n_embd=768, n_layer=3, n_head=12, n_positions=TOKENS, vocab_size=100),
-        "llama": LlamaConfig(**wide, num_key_value_heads=4),
+        "gpt2": GPT2Config(**gpt2, **NO_DROPOUT),
+        "gpt2 with dropout": GPT2Config(**gpt2),
+        "llama": LlamaConfig(**llama, num_attention_heads=12, num_key_value_heads=4),
     }
     return describe(configs[name], sequence_length=TOKENS, device_type=device_type)
 
@@ -65,10 +58,8 @@ def test_way_beyond_its_share_of_saving_all_is_out():
 
 
 def test_products_are_named_as_far_as_tells_them_apart():
-    calls = [
-        call(f"addmm#{i}", flops=10**6, saved=10, module=name)
-        for i, name in enumerate(("attn.c_proj", "mlp.c_proj", "mlp.c_fc"))
-    ]
+    names = enumerate(("attn.c_proj", "mlp.c_proj", "mlp.c_fc"))
+    calls = [call(f"addmm#{i}", flops=10**6, saved=10, module=name) for i, name in names]
     *_, most = recomputations(calls, 1000, "cpu")
     assert most.names == ("attn.c_proj", "mlp.c_proj", "c_fc")
 
@@ -78,11 +69,8 @@ points = st.lists(st.tuples(st.integers(0, 1000).map(float), st.integers(0, 1000
 
 @given(points, st.integers(1, 6))
 def test_corners_are_few_and_lie_below_their_neighbours_line(some, most):
-    rising = sorted({x: y for x, y in some}.items())
-    corners = corner_indices(
-        [(0.0, 2000.0), *((x + 1, y) for x, y in rising), (2000.0, 0.0)], most=most, least_gain=0.0
-    )
-    found = [[(0.0, 2000.0), *((x + 1, y) for x, y in rising), (2000.0, 0.0)][index] for index in corners]
+    rising = [(0.0, 2000.0), *((x + 1, y) for x, y in sorted({x: y for x, y in some}.items())), (2000.0, 0.0)]
+    found = [rising[index] for index in corner_indices(rising, most=most, least_gain=0.0)]
     assert found[0] == (0.0, 2000.0) and found[-1] == (2000.0, 0.0) and len(found) <= most + 1
     for (x0, y0), (x, y), (x1, y1) in zip(found, found[1:], found[2:], strict=False):
         assert x0 < x < x1
@@ -99,9 +87,7 @@ def test_corners_are_few_and_lie_below_their_neighbours_line(some, most):
 def test_each_way_beats_a_mix_of_its_neighbours(name, device_type):
     description = described(name, device_type)
     blocks = [segment for segment in description.segments if segment.recomputed]
-    assert len(blocks) == 3 and len({description.recomputations[s.unit] for s in blocks}) == 1, (
-        "equal blocks, equal ways"
-    )
+    assert len(blocks) == 3 and len({description.recomputations[s.unit] for s in blocks}) == 1
     for segment in blocks:
         first, *others = (way.recomputation for way in segment.recomputed)
         assert first == Recomputation() and all(way.saved_calls and way.share < 1 for way in others)
@@ -125,7 +111,6 @@ def test_saved_products_and_the_last_do_not_run_again():
 
 
 def test_work_counts_no_question_about_a_tensor_itself():
-    """As of the device of a fake one, for which torch dispatches `prim.device`."""
     segment = described("gpt2").segments[3]
     hidden = TOKENS * 768 * 4
     assert segment.forward.operators(1) < 80

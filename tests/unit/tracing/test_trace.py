@@ -1,7 +1,5 @@
 """What the trace attributes to each segment, against independent counts on real tensors."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np
@@ -94,11 +92,7 @@ def test_reuse_of_equal_blocks_changes_nothing(meta_model, monkeypatch, name, fu
         assert one.backward.matmul_flops == other.backward.matmul_flops
         for samples in (1, 4):
             # a decoder's last block makes the buffer in which the gradient of the encoder's output adds up
-            slack = (
-                2 * 32 * TOKENS * 4 * samples
-                if name in ("T5ForConditionalGeneration", "BartForConditionalGeneration")
-                else 16
-            )
+            slack = 2 * 32 * TOKENS * 4 * samples if name.endswith("ForConditionalGeneration") else 16
             assert abs(one.saved_bytes(samples) - other.saved_bytes(samples)) <= slack
             assert abs(one.backward.peak_bytes.bytes(samples) - other.backward.peak_bytes.bytes(samples)) <= slack
 
@@ -107,7 +101,7 @@ def test_reuse_of_equal_blocks_changes_nothing(meta_model, monkeypatch, name, fu
     ("name", "fused"),
     slow_but(
         [(name, fused) for name in ARCHITECTURES for fused in (False, True)],
-        daily=[("GPT2LMHeadModel", False), ("GPT2LMHeadModel", True)],
+        daily=[("GPT2LMHeadModel", True)],
     ),
 )
 def test_repeated_operators_change_nothing(meta_model, monkeypatch, name, fused):
@@ -129,7 +123,7 @@ def test_repeated_operators_change_nothing(meta_model, monkeypatch, name, fused)
     assert any(again)
 
 
-@pytest.mark.parametrize("name", slow_but(ARCHITECTURES, daily=["GPT2LMHeadModel", "ViTForImageClassification"]))
+@pytest.mark.parametrize("name", slow_but(ARCHITECTURES, daily=["GPT2LMHeadModel"]))
 def test_costs_at_four_samples_are_as_extrapolated(meta_model, name):
     model = meta_model(name, **ARCHITECTURES[name])
     _, line = segments_of(model)
@@ -152,13 +146,11 @@ def test_matmul_flops_are_those_of_torchs_counter(real_model):
 
 def test_fused_attention_in_bf16_keeps_no_scores_half_bytes(meta_model):
     model = meta_model("GPT2LMHeadModel")
-    found = {}
+    found = []
     for tokens, dtype in ((16, DType.BFLOAT16), (32, DType.BFLOAT16), (32, None)):
         options = options_of(compute_dtype=dtype, device_type="cuda")
-        found[tokens, dtype] = trace_segments(
-            model, find_units(model), training_batch(model, tokens), options
-        ).segments[2]
-    (short, long, wide) = found.values()
+        found.append(trace_segments(model, find_units(model), training_batch(model, tokens), options).segments[2])
+    short, long, wide = found
     assert 0 < long.saved_bytes.per_sample == pytest.approx(2 * short.saved_bytes.per_sample, rel=0.1)
     assert long.saved_bytes(4) < 0.65 * wide.saved_bytes(4)
     assert long.forward.matmul_flops == wide.forward.matmul_flops
@@ -173,9 +165,7 @@ def test_gradient_checkpointing_keeps_only_block_inputs(real_model):
     checkpointed = next(s for s in segments if s.unit == plain.unit)
     assert checkpointed.saved_bytes(2) == TOKENS * 32 * 4 * 2  # its output
     recomputed = checkpointed.backward.matmul_flops(2) - plain.backward.matmul_flops(2)
-    assert (
-        0.6 < recomputed / plain.forward.matmul_flops(2) <= 1
-    )  # torch stops when the last saved tensor is there again
+    assert 0.6 < recomputed / plain.forward.matmul_flops(2) <= 1  # torch stops at the last saved tensor
 
 
 def test_trace_leaves_model_and_random_states_as_they_are(real_model):
