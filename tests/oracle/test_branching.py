@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -21,6 +22,7 @@ from tests.helpers.sampling import slow_but
 from tests.oracle.test_policies import instance, slower_again
 
 
+@cache
 def question(seed: int):
     """A timeline with a long row for most seeds, its job, and a limit at which memory binds."""
     description, hardware, job = instance(seed)

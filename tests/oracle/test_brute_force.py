@@ -24,7 +24,7 @@ from tests.helpers.problems import problem
 from tests.helpers.sampling import slow_but
 
 INSTANCES = 320
-SAMPLE = sorted({*range(20)} - {2, 10, 11, 12, 16})
+SAMPLE = sorted({*range(15)} - {2, 10, 11, 12})
 """Run by default: those that take half a second; the others are slow."""
 MOST_PLANS = 2_500
 """Over all batches: an instance has so few blocks that there are no more."""
@@ -129,7 +129,7 @@ MIXED = 160
 """Instances of 6 to 16 ranks, whose plans mix meshes."""
 
 
-@pytest.mark.parametrize("seed", slow_but(range(MIXED), daily=(1, 2, 3, 4, 5, 8, 10, 12, 14, 15)))
+@pytest.mark.parametrize("seed", slow_but(range(MIXED), daily=(2, 3, 4, 8, 10)))
 def test_search_equals_brute_force_where_communicators_take_memory(seed):
     dice = random.Random(seed)
     nodes, per_node = dice.choice([(1, 6), (1, 8), (2, 4), (4, 2), (2, 8), (1, 12)])
@@ -147,7 +147,7 @@ def test_search_equals_brute_force_where_communicators_take_memory(seed):
     check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)
 
 
-@pytest.mark.parametrize("seed", slow_but(range(80), daily=range(12)))
+@pytest.mark.parametrize("seed", slow_but(range(80), daily=(0, 1, 2, 4, 6, 9)))
 def test_search_equals_brute_force_where_fewer_bits_may_be_sent(seed):
     """Formats come with what they cost: a plan may be the fastest with some, and the only one that fits without."""
     dice = random.Random(seed)
@@ -161,7 +161,7 @@ def test_search_equals_brute_force_where_fewer_bits_may_be_sent(seed):
     check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)
 
 
-@pytest.mark.parametrize("seed", slow_but(range(60), daily=range(10)))
+@pytest.mark.parametrize("seed", slow_but(range(60), daily=range(1, 6)))
 def test_search_equals_brute_force_where_what_is_trained_stays_whole(seed):
     """Only frozen units may be sharded."""
     dice = random.Random(seed)
@@ -173,7 +173,7 @@ def test_search_equals_brute_force_where_what_is_trained_stays_whole(seed):
     check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)
 
 
-@pytest.mark.parametrize("seed", slow_but(range(60), daily=range(10)))
+@pytest.mark.parametrize("seed", slow_but(range(60), daily=range(5)))
 def test_search_equals_brute_force_where_matrices_are_gathered(seed):
     """Whole matrices pass in the step, of single units, beside what another optimizer's step takes."""
     dice = random.Random(seed)

@@ -70,9 +70,9 @@ def check(description, hardware, job, dice) -> tuple[int, int]:
     return simpler, unproven
 
 
-@pytest.mark.parametrize("first", slow_but(range(0, 120, 10), daily=(0,)))
+@pytest.mark.parametrize("first", slow_but(range(0, 120, 5), daily=(0,)))
 def test_plan_under_simplicity_is_the_simplest_near_the_fastest(first):
-    assert checked(range(first, first + 10)) == (True, False)
+    assert checked(range(first, first + 5)) == (True, False)
 
 
 @pytest.mark.parametrize("most_work", [0.0, pytest.param(0.004, marks=pytest.mark.slow)])
@@ -92,7 +92,7 @@ def checked(seeds: range) -> tuple[bool, bool]:
     return simpler, unproven
 
 
-@pytest.mark.parametrize("seed", slow_but(range(60), daily=(0, 1, 2, 3, 6, 7)))
+@pytest.mark.parametrize("seed", slow_but(range(60), daily=(0, 1, 2)))
 def test_plan_under_simplicity_has_the_fewest_meshes(seed):
     dice = random.Random(seed)
     nodes, per_node = dice.choice([(1, 6), (1, 8), (2, 4)])

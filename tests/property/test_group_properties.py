@@ -16,10 +16,7 @@ Groups = list[list[int]]
 
 
 def groups(axes: dict[str, int], axis: str) -> Groups:
-    """The ranks of each group along an axis, as torch's meshes have them: rank 0, 1, ...
-
-    in the order of their places.
-    """
+    """The ranks of each group along an axis, as torch's meshes have them."""
     ranks = np.arange(np.prod(list(axes.values()))).reshape(list(axes.values()))
     return np.moveaxis(ranks, list(axes).index(axis), -1).reshape(-1, axes[axis]).tolist()
 
@@ -75,7 +72,7 @@ def stage_groups(world_size: int, shard_size: int, stage_size: int) -> tuple[Gro
     return between, groups(nodes, SHARD_AXIS)
 
 
-@holds(worlds, few=60, many=1000)
+@holds(worlds, few=30, many=1000)
 def test_two_stages_reach_all_of_the_shard_group_once(world_size):
     for shard_size in divisors(world_size):
         shards = groups(mesh_axes(world_size, shard_size), SHARD_AXIS)

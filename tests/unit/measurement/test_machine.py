@@ -1,6 +1,4 @@
-"""Measurements of this machine: plausible alone, the same on every rank together; what the CPU takes to issue work
-to a GPU.
-"""
+"""Measurements of this machine: plausible alone, equal on all ranks; what the CPU takes to issue work to a GPU."""
 
 import itertools
 from dataclasses import replace
@@ -13,7 +11,7 @@ from hf_osdp.errors import HardwareError
 from hf_osdp.measurement import rates, timing
 from hf_osdp.measurement.machine import measure_hardware, measure_profile
 from hf_osdp.planner.description import DType
-from hf_osdp.planner.hardware import Backend, Collective, HostSpec
+from hf_osdp.planner.hardware import Backend, Collective
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile
 from hf_osdp.planner.search.search import search
@@ -22,16 +20,11 @@ from hf_osdp.preparation.simulate import fake_process_group
 from hf_osdp.report.run_tables import profile_tables
 from hf_osdp.tracing.describe import describe
 from tests.helpers.distributed import run_ranks
+from tests.helpers.hardware import host_of
 from tests.helpers.problems import problem
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-HOST = HostSpec(
-    memory_bytes=3 * 2**30,
-    to_device_bytes_per_s=2e10,
-    to_host_bytes_per_s=1e10,
-    update_bytes_per_s=4.2e9,
-    source="measured",
-)
+HOST = host_of(3 * 2**30, to_device=2e10, to_host=1e10, update=4.2e9)
 
 
 def test_measure_hardware_alone_is_plausible_and_leaves_the_random_state():
@@ -59,10 +52,8 @@ def _measure_here():
     return repr(hardware), (hardware.nodes, hardware.devices_per_node), sizes, positive
 
 
-FLAT = {
-    (collective, 2, False) for collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
-}
-STAGED = {(Collective.ALL_GATHER, 2, False), (Collective.REDUCE_SCATTER, 2, False), (Collective.ALL_REDUCE, 2, True)}
+PAIRS = {(Collective.ALL_GATHER, 2, False), (Collective.REDUCE_SCATTER, 2, False)}
+FLAT, STAGED = PAIRS | {(Collective.ALL_REDUCE, 2, False)}, PAIRS | {(Collective.ALL_REDUCE, 2, True)}
 """Pairs that gather and scatter lie inside a node, pairs that reduce replicas across."""
 
 
@@ -99,9 +90,8 @@ def test_operator_seconds_of_a_gpu_are_the_cpus(monkeypatch):
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     step = rates._tiny_step(CPU)
     monkeypatch.setattr(rates, "_tiny_step", lambda device: step)
-    monkeypatch.setattr(
-        timing, "synchronize", lambda device: (waits.append(device), [next(clock) for _ in range(100)])
-    )
+    wait = lambda device: (waits.append(device), [next(clock) for _ in range(100)])  # noqa: E731
+    monkeypatch.setattr(timing, "synchronize", wait)
     with rates._Counter() as counter:
         step()
     assert rates.operator_seconds(CUDA, 0.01) * counter.operators == pytest.approx(1)  # the wait would add 100
@@ -146,8 +136,7 @@ def test_small_model_gets_few_micro_steps_where_issuing_takes_time(configuration
 
     def micro_batch(**changes) -> int:
         device = replace(gpus.device, reserved_bytes=0, communicator_bytes=0, **changes)
-        return search(
-            problem(small, replace(gpus, host=None, margin=0.0, device=device), job, 120_000_000)
-        ).plan.micro_batch_size
+        hardware = replace(gpus, host=None, margin=0.0, device=device)
+        return search(problem(small, hardware, job, 120_000_000)).plan.micro_batch_size
 
     assert micro_batch() == 64 > micro_batch(operator_s=0.0)

@@ -29,10 +29,8 @@ NESTED = {
     f"{TOP}/job.slice/step": v2_group(str(16 * GIB), 6 * GIB, droppable=2 * GIB),
     f"{TOP}/job.slice": v2_group(str(128 * GIB), 9 * GIB, high=str(20 * GIB)),
 }
-STEP, SLICE = (
-    (f"{TOP}/job.slice/step/memory.max", 16 * GIB, 12 * GIB),
-    (f"{TOP}/job.slice/memory.high", 20 * GIB, 11 * GIB),
-)
+STEP = (f"{TOP}/job.slice/step/memory.max", 16 * GIB, 12 * GIB)
+SLICE = (f"{TOP}/job.slice/memory.high", 20 * GIB, 11 * GIB)
 CONTAINER = {TOP: v2_group(str(4 * GIB), GIB)}
 MOUNT = (f"{TOP}/memory.max", 4 * GIB, 3 * GIB)
 V1_LINES = "4:memory:/docker/abc\n1:cpu:/docker/abc\n0::/\n"
@@ -40,44 +38,31 @@ V1_GROUPS = {V1: v1_group(8 * GIB, 3 * GIB, GIB), f"{TOP}/memory": v1_group(2**6
 BROKEN = {f"{TOP}/x": {"memory.max": "a lot", "memory.high": str(8 * GIB), "memory.current": "-"}}
 
 
-@pytest.mark.parametrize(
-    ("cgroup", "groups", "limits"),
-    [
-        pytest.param("0::/\n", {}, [], id="none"),
-        pytest.param("", {TOP: v2_group("max", GIB)}, [], id="no path"),
-        pytest.param(
-            "0::/job.slice/step/task\n", NESTED, [STEP, SLICE], id="version 2: each up to the root, and high too"
-        ),
-        pytest.param(
-            V1_LINES,
-            V1_GROUPS,
-            [(f"{V1}/memory.limit_in_bytes", 8 * GIB, 6 * GIB)],
-            id="version 1: none is a large number",
-        ),
-        pytest.param("0::/docker/abc\n", CONTAINER, [MOUNT], id="a container that sees its group as the mount"),
-        pytest.param(
-            "0::/pod/job.slice/step\n", NESTED, [STEP, SLICE], id="a container that sees the end of the path"
-        ),
-        pytest.param("0::/../job.slice\n", {**CONTAINER, **NESTED}, [MOUNT], id="a path beside the mount"),
-        pytest.param("0::/x\nnonsense\n", BROKEN, [], id="not readable"),
-    ],
-)
+V1_LIMIT = (f"{V1}/memory.limit_in_bytes", 8 * GIB, 6 * GIB)
+FOUND = {
+    "none": ("0::/\n", {}, []),
+    "no path": ("", {TOP: v2_group("max", GIB)}, []),
+    "version 2: each up to the root, and high too": ("0::/job.slice/step/task\n", NESTED, [STEP, SLICE]),
+    "version 1: none is a large number": (V1_LINES, V1_GROUPS, [V1_LIMIT]),
+    "a container that sees its group as the mount": ("0::/docker/abc\n", CONTAINER, [MOUNT]),
+    "a container that sees the end of the path": ("0::/pod/job.slice/step\n", NESTED, [STEP, SLICE]),
+    "a path beside the mount": ("0::/../job.slice\n", {**CONTAINER, **NESTED}, [MOUNT]),
+    "not readable": ("0::/x\nnonsense\n", BROKEN, []),
+}
+
+
+@pytest.mark.parametrize(("cgroup", "groups", "limits"), FOUND.values(), ids=FOUND)
 def test_memory_limits_are_the_machines_and_those_of_control_groups(monkeypatch, tmp_path, cgroup, groups, limits):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=32 * GIB))
-    files = {"proc/self/cgroup": cgroup} | {
-        f"{folder}/{name}": text for folder, group in groups.items() for name, text in group.items()
-    }
-    for name, text in files.items():
-        Path(tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        Path(tmp_path / name).write_text(text)
+    for folder, group in {"proc/self": {"cgroup": cgroup}, **groups}.items():
+        Path(tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        for name, text in group.items():
+            Path(tmp_path / folder / name).write_text(text)
     found = memory_limits(tmp_path)
-    assert [(limit.name, limit.total_bytes, limit.free_bytes) for limit in found] == [
-        ("this machine", 64 * GIB, 32 * GIB),
-        *limits,
-    ]
+    told = [(limit.name, limit.total_bytes, limit.free_bytes) for limit in found]
+    assert told == [("this machine", 64 * GIB, 32 * GIB), *limits]
     if groups is NESTED:
-        least = tightest(found)
-        assert (least.name, least.total_bytes, least.free_bytes) == (STEP[0], 16 * GIB, 11 * GIB)
+        assert tightest(found) == MemoryLimit(name=STEP[0], total_bytes=16 * GIB, free_bytes=11 * GIB)
 
 
 def limit_of(name: str, gib: int) -> MemoryLimit:
@@ -85,27 +70,19 @@ def limit_of(name: str, gib: int) -> MemoryLimit:
 
 
 def test_rank_share_divides_groups_among_the_ranks_in_them():
-    machine, job, own = (
-        limit_of("this machine", 64),
-        limit_of("job/memory.max", 16),
-        limit_of("job/task0/memory.max", 6),
-    )
+    sizes = {"this machine": 64, "job/memory.max": 16, "job/task0/memory.max": 6}
+    machine, job, own = (limit_of(name, gib) for name, gib in sizes.items())
     names = ["this machine", job.name]
-    assert rank_share([machine, job], [names, names]) == (
-        8 * GIB,
-        "16.0 GiB of job/memory.max less what others hold, among 2 ranks",
-    )
+    text = "16.0 GiB of job/memory.max less what others hold, among 2 ranks"
+    assert rank_share([machine, job], [names, names]) == (8 * GIB, text)
     share = rank_share([machine, job, own], [[*names, own.name], [*names, "job/task1/memory.max"]])
     assert share == (6 * GIB, "6.0 GiB of job/task0/memory.max less what others hold")
 
 
 def test_share_is_equal_for_small_changes_of_use():
-    shares = {
-        MemoryLimit(name="", total_bytes=16 * GIB, free_bytes=free).share_bytes(2)
-        for free in (12 * GIB + 1, 12 * GIB + 2**28, 13 * GIB - 1)
-    }
-    assert shares == {6 * GIB}
-    assert MemoryLimit(name="", total_bytes=16 * GIB, free_bytes=0).share_bytes(2) == GIB // 2
+    frees = (12 * GIB + 1, 12 * GIB + 2**28, 13 * GIB - 1, 0)
+    shares = [MemoryLimit(name="", total_bytes=16 * GIB, free_bytes=free).share_bytes(2) for free in frees]
+    assert shares == [6 * GIB] * 3 + [GIB // 2]
 
 
 def test_measure_hardware_on_the_cpu_has_what_control_groups_allow(monkeypatch):
