@@ -31,9 +31,7 @@ def parts(description, layouts, world_size: int) -> int:
 
 
 def check(description, hardware, job, dice) -> tuple[int, int]:
-    """Hold searches with a tolerance against all plans; return how many took a simpler plan than the fastest, and how
-    many are not proven.
-    """
+    """Hold searches against all plans; return how many took a simpler plan than the fastest, and are not proven."""
     plans = [
         (peak, step_s, parts(description, layouts, hardware.world_size))
         for layouts, peak, step_s in every_layouts(description, hardware, job)
@@ -43,25 +41,17 @@ def check(description, hardware, job, dice) -> tuple[int, int]:
         fitting = [(step_s, number) for peak, step_s, number in plans if peak <= limit]
         best_s = min(fitting)[0]
         for simplicity in (0.01, 0.2):
-            result = search(
-                replace(problem(description, hardware, job, hardware.limit_for(limit)), simplicity=simplicity)
-            )
-            near = [
-                min(
-                    (number, step_s)
-                    for step_s, number in fitting
-                    if step_s <= best_s * (1 + simplicity) * (1 + rounded)
-                )
-                for rounded in (-_ROUNDED, _ROUNDED)
-            ]  # a plan exactly at the end of the share may be taken or not
+            asked = problem(description, hardware, job, hardware.limit_for(limit))
+            result = search(replace(asked, simplicity=simplicity))
+            # a plan exactly at the end of the share may be taken or not
+            ends = [best_s * (1 + simplicity) * (1 + rounded) for rounded in (-_ROUNDED, _ROUNDED)]
+            near = [min((number, step_s) for step_s, number in fitting if step_s <= end) for end in ends]
             number = parts(description, [unit.layout for unit in result.plan.units], hardware.world_size)
             unproven += not result.plan.proven_simplest
             assert result.plan.proven_optimal and result.plan.peak_bytes <= limit
             assert result.time.step_s <= best_s * (1 + simplicity) * (1 + _ROUNDED)
-            assert not result.plan.proven_simplest or any(
-                number == least and result.time.step_s == pytest.approx(least_s, rel=_ROUNDED)
-                for least, least_s in near
-            )
+            found = (number, pytest.approx(result.time.step_s, rel=_ROUNDED))
+            assert not result.plan.proven_simplest or any(one == found for one in near)
             if result.fastest is not None:
                 simpler += 1
                 assert result.fastest.time.step_s == pytest.approx(best_s, rel=_ROUNDED)

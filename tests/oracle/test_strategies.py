@@ -1,6 +1,4 @@
-"""What must be true of searches on a transformer: the extremes, monotony, known strategies found again, true
-errors.
-"""
+"""What must be true of searches on a transformer: extremes, monotony, known strategies found again, true errors."""
 
 import itertools
 import re
@@ -59,19 +57,13 @@ def infeasible(name: str, strategy: Strategy = Strategy.OSDP, limit: int = 1) ->
     return caught.value
 
 
-# the extremes
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_ample_memory_takes_the_batch_at_once(name):
     assert search(problem(MODEL, MACHINES[name], JOB, AMPLE)).plan.accumulation_steps == 1
 
 
 def test_ample_memory_replicates_all_where_micro_steps_would_gather_again():
-    """A fixed micro-batch of 1 makes 16 micro-steps: each gathers what is sharded, while replicas are reduced once.
-
-    Compute is so fast that no gather hides behind it, as it would in the forward of a slower device.
-    """
+    """Each of 16 micro-steps gathers what is sharded, replicas are reduced once; nothing hides beside fast compute."""
     job = TrainingJob(global_batch_size=64, micro_batch_size=1)
     assert shard_sizes(search(problem(MODEL, machine(Backend.NCCL, flops_per_s=1e18), job, AMPLE))) == {1}
 
@@ -85,9 +77,6 @@ def test_least_possible_memory_shards_all_over_all(name):
     assert result.plan.micro_batch_size == 1
 
 
-# monotony
-
-
 @pytest.mark.slow
 def test_more_memory_gives_a_deep_model_a_faster_plan():
     """Rows are counts there: what OR-tools' implied bounds once called infeasible was not."""
@@ -96,17 +85,13 @@ def test_more_memory_gives_a_deep_model_a_faster_plan():
     from hf_osdp.tracing.describe import describe
 
     config = GPT2Config(n_layer=128, n_embd=25600, n_head=160, n_positions=2048)
-    model = describe(
-        config, sequence_length=2048, compute_dtype=DType.BFLOAT16, device_type="cuda", recomputation=True
-    )
+    options = {"compute_dtype": DType.BFLOAT16, "device_type": "cuda", "recomputation": True}
+    model = describe(config, sequence_length=2048, **options)
     hardware = preset("h100", nodes=128, devices_per_node=8)
     job = TrainingJob(global_batch_size=2048, precision=Precision.named("bf16"))
     least = least_memory(problem(model, hardware, job))
     times = [search(problem(model, hardware, job, int(least * factor))).plan.step_s for factor in (1.5, 2, 3, 5, 10)]
     assert all(after < before for before, after in itertools.pairwise(times)), times
-
-
-# known strategies
 
 
 def with_costly_loss() -> ModelDescription:
@@ -143,20 +128,14 @@ def test_single_strategy_is_found_again_where_it_is_best(strategy):
     assert found.plan.units == single.plan.units
     assert found.plan.step_s == pytest.approx(single.plan.step_s, rel=1e-12)
     assert found.plan.peak_bytes == single.plan.peak_bytes
-    others = [
-        row
-        for row in list(compare_strategies(problem(description, hardware, job, single.plan.peak_bytes)))[1:]
-        if row.strategy is not strategy
-    ]
+    rows = list(compare_strategies(problem(description, hardware, job, single.plan.peak_bytes)))[1:]
+    others = [row for row in rows if row.strategy is not strategy]
     assert all(row.result is None or row.result.plan.step_s > single.plan.step_s for row in others)
 
 
 def test_hsdp_shards_within_the_node():
     plan = search(problem(with_costly_loss(), SINGLE[Strategy.HSDP], MICRO_STEPS, AMPLE, strategy="hsdp")).plan
     assert {unit.shard_size for unit in plan.units} == {2}
-
-
-# what does not fit
 
 
 PAIRS = [(s, n) for s in Strategy for n in NAMES if s is not Strategy.TWO_STAGE or n.startswith("2 x")]
@@ -175,9 +154,7 @@ def test_infeasible_error_gives_the_tightest_limit(name, strategy):
 
 
 def apply_remedy(remedy: str, limit: int, hardware: Hardware, strategy: Strategy) -> SearchResult | None:
-    """Search with the one change; None where the change is to the model and its precision, which need another
-    trace.
-    """
+    """Search with the one change; None where it is to the model or its precision, which need another trace."""
     if remedy.startswith("strategy osdp"):
         return search(problem(MODEL, hardware, JOB, limit))
     if match := re.fullmatch(r"(\d+) devices with a global batch of (\d+)", remedy):
@@ -196,10 +173,7 @@ def apply_remedy(remedy: str, limit: int, hardware: Hardware, strategy: Strategy
 def test_remedies_are_true(name, strategy):
     limit = infeasible(name, strategy).least_peak_bytes - 1
     error = infeasible(name, strategy, limit)
-    applied = [
-        apply_remedy(remedy, limit, MACHINES[name], strategy) for remedy in error.remedies
-    ]  # none of them raises
-    assert any(applied)
+    assert any([apply_remedy(remedy, limit, MACHINES[name], strategy) for remedy in error.remedies])  # none raises
     assert all(remedy in str(error) for remedy in error.remedies)
     assert "\n" not in str(error)
     if strategy is not Strategy.OSDP and limit >= infeasible(name).least_peak_bytes:
@@ -211,18 +185,11 @@ def test_more_devices_are_a_remedy_where_states_fill_the_memory():
     assert any(re.match(r"\d+ devices", remedy) for remedy in error.remedies)
 
 
-# the same question, the same answer
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_search_is_deterministic(name):
     least = infeasible(name).least_peak_bytes
-    asked = problem(
-        MODEL,
-        MACHINES[name],
-        JOB,
-        least + (search(problem(MODEL, MACHINES[name], JOB, AMPLE)).peak_bytes - least) // 3,
-    )
+    ample = search(problem(MODEL, MACHINES[name], JOB, AMPLE)).peak_bytes
+    asked = problem(MODEL, MACHINES[name], JOB, least + (ample - least) // 3)
     first = search(asked)
     _searched.cache_clear()
     assert search(asked) == first

@@ -31,11 +31,8 @@ jobs = st.builds(
     precision=st.sampled_from([Precision.named("no"), Precision.named("bf16")]),
     optimizer=st.builds(OptimizerSpec, states=st.sampled_from([0, 1, 2]), step=st.sampled_from(OptimizerStep)),
 )
-CAST = TrainingJob(
-    global_batch_size=48,
-    precision=Precision.named("bf16"),
-    optimizer=OptimizerSpec(states=0, step=OptimizerStep.FOREACH),
-)
+PLAIN = OptimizerSpec(states=0, step=OptimizerStep.FOREACH)
+CAST = TrainingJob(global_batch_size=48, precision=Precision.named("bf16"), optimizer=PLAIN)
 
 
 def arbitrary(seed, description, hardware, job, batch) -> list[UnitLayout]:
@@ -68,17 +65,12 @@ def test_no_plan_peaks_below_the_floor(seed, world, job, backend):
     asked = problem(description, hardware, job)
     for batch in batches(job, hardware.world_size):
         *_, space = search_spaces(asked, batch)
-        candidate = Candidate(
-            problem=asked, batch=batch, space=space, timeline=build_timeline(BatchCosts(asked, batch), space)
-        )
+        timeline = build_timeline(BatchCosts(asked, batch), space)
+        candidate = Candidate(problem=asked, batch=batch, space=space, timeline=timeline)
         frugal = candidate.frugal()
-        plans = [
-            [frugal[i] for i in range(len(frugal))],
-            *(arbitrary(seed + k, description, hardware, job, batch) for k in range(5)),
-        ]
-        peaks = [
-            estimate_memory(description, layouts, hardware.world_size, job, batch).peak_bytes for layouts in plans
-        ]
+        others = (arbitrary(seed + k, description, hardware, job, batch) for k in range(5))
+        plans = [[frugal[i] for i in range(len(frugal))], *others]
+        peaks = [estimate_memory(description, plan, hardware.world_size, job, batch).peak_bytes for plan in plans]
         assert min(peaks) >= candidate.floor_bytes
 
 

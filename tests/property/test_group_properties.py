@@ -26,9 +26,7 @@ def assert_partition(found: Groups, world_size: int) -> None:
 
 
 def assert_cross_once(some: Groups, others: Groups) -> None:
-    """Every group of the one kind has exactly one rank in common with each group of the other that it meets, each
-    rank lies in one.
-    """
+    """Every group of the one kind has one rank in common with each group of the other that it meets."""
     place = {rank: index for index, group in enumerate(others) for rank in group}
     for group in some:
         assert len({place[rank] for rank in group}) == len(group)

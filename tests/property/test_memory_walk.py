@@ -1,6 +1,4 @@
-"""Every moment of a step as a sum over units and segments, each on its own, beside the walk that carries a level
-along.
-"""
+"""Every moment of a step as a sum over units and segments, beside the walk that carries a level along."""
 
 import random
 from collections.abc import Iterator
@@ -110,9 +108,7 @@ class Sums:
         )
 
     def comes(self, unit: int, name: str) -> int:
-        """The segment from whose backward on there is a gradient of a parameter that is gathered for the whole
-        step.
-        """
+        """The segment from whose backward on a parameter that is gathered for the whole step has a gradient."""
         in_blocks_too = [i for i, segment in enumerate(self.description.segments) if name in segment.gradients]
         traced = max(in_blocks_too, default=max(i for i, u in enumerate(self.where) if u == unit))
         stretches = [i for i, u in enumerate(self.where) if u in self.whole]
@@ -226,32 +222,15 @@ def without_root(description: ModelDescription) -> ModelDescription:
     return replace(description, units=description.units[1:], segments=segments)
 
 
-@holds(
-    st.integers(0, 10**6),
-    st.sampled_from([1, 2, 4]),
-    jobs,
-    batches,
-    st.sampled_from(["", "tied", "called", "rootless"]),
-    st.booleans(),
-    st.booleans(),
-    few=120,
-    many=10_000,
-)
+RESIDENT = {"buffer_bytes": 13, "input_bytes": Affine(per_sample=17), "output_bytes": Affine(per_sample=19)}
+seeds, worlds, kinds = st.integers(0, 10**6), st.sampled_from([1, 2, 4]), ["", "tied", "called", "rootless"]
+
+
+@holds(seeds, worlds, jobs, batches, st.sampled_from(kinds), st.booleans(), st.booleans(), few=120, many=10_000)
 def test_each_moment_is_the_sum_of_what_is_there(seed, world_size, job, batch, kind, stacks, late):
-    description = at_random(
-        seed,
-        kinds=2,
-        blocks=4,
-        recomputable=True,
-        tied=kind == "tied",
-        called=kind == "called",
-        stacks=stacks,
-        late=late,
-    )
-    description = without_root(description) if kind == "rootless" else description
-    description = replace(
-        description, buffer_bytes=13, input_bytes=Affine(per_sample=17), output_bytes=Affine(per_sample=19)
-    )
+    options = {"tied": kind == "tied", "called": kind == "called", "stacks": stacks, "late": late}
+    description = at_random(seed, kinds=2, blocks=4, recomputable=True, **options)
+    description = replace(without_root(description) if kind == "rootless" else description, **RESIDENT)
     choices = random_choices(random.Random(seed), description, world_size, batch)
     sums = Sums(description, choices, world_size, job, batch)
     found = estimate_memory(description, choices, world_size, job, batch)
@@ -270,19 +249,13 @@ def test_segments_of_units_in_step_may_free_beyond_saved():
 
 def test_estimate_of_no_unit_is_empty():
     nothing = replace(at_random(0, kinds=1, blocks=1), units=(), segments=())
-    found = estimate_memory(
-        nothing, [], 2, TrainingJob(global_batch_size=2), Batch(micro_batch_size=1, accumulation_steps=1)
-    )
+    once = Batch(micro_batch_size=1, accumulation_steps=1)
+    found = estimate_memory(nothing, [], 2, TrainingJob(global_batch_size=2), once)
     assert (found.host_bytes, found.peak_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("holds_outputs", [False, True])
 def test_resident_bytes_are_buffers_batch_outputs_and_the_correction(holds_outputs):
-    description = replace(
-        at_random(0, kinds=1, blocks=1),
-        buffer_bytes=13,
-        input_bytes=Affine(per_sample=17),
-        output_bytes=Affine(per_sample=19),
-    )
+    description = replace(at_random(0, kinds=1, blocks=1), **RESIDENT)
     job = TrainingJob(global_batch_size=3, holds_outputs=holds_outputs, correction_bytes=77)
     assert resident_bytes(description, job, 3) == 13 + 3 * 17 + (3 * 19 if holds_outputs else 0) + 77

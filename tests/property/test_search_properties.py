@@ -1,6 +1,4 @@
-"""What a search finds, on random small models: it fits, nothing uniform is faster, more memory is never slower, the
-least is tight.
-"""
+"""What a search finds on random models: it fits, nothing uniform is faster, more memory is no slower."""
 
 import itertools
 import math
@@ -14,7 +12,7 @@ from hf_osdp.errors import InfeasibleError
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.cost.timing import estimate_time
-from hf_osdp.planner.description import GatherSpan, ModelDescription, Segment
+from hf_osdp.planner.description import GatherSpan, ModelDescription, Segment, UnitDescription
 from hf_osdp.planner.hardware import Backend, Hardware, Link
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.search import least_memory, search
@@ -128,11 +126,8 @@ def test_least_limit_is_met_and_one_byte_less_not(model, world, backend, job):
 
 def renamed(model: ModelDescription, seed: int) -> ModelDescription:
     """Other names, whose alphabetical order is another."""
-    units = [
-        unit if not unit.fqn else replace(unit, fqn=f"m{random.Random(seed + i).random()}")
-        for i, unit in enumerate(model.units)
-    ]
-    return replace(model, units=tuple(units))
+    names = [unit.fqn and f"m{random.Random(seed + i).random()}" for i, unit in enumerate(model.units)]
+    return replace(model, units=tuple(replace(u, fqn=name) for u, name in zip(model.units, names, strict=True)))
 
 
 def listed_otherwise(model: ModelDescription, seed: int) -> ModelDescription:
@@ -178,27 +173,27 @@ def heavier(model: ModelDescription, factor: int) -> ModelDescription:
     def scaled(segment: Segment) -> Segment:
         names = ("saved_bytes", "held_bytes", "own_saved_bytes", "sent_bytes", "gradient_bytes")
         lines = {name: getattr(segment, name).scaled(factor, constants=True) for name in names}
-        phases = {
-            name: replace(phase, peak_bytes=phase.peak_bytes.scaled(factor, constants=True))
-            for name, phase in (("forward", segment.forward), ("backward", segment.backward))
-        }
-        return replace(segment, **lines, **phases)
+        for name in ("forward", "backward"):
+            phase = getattr(segment, name)
+            lines[name] = replace(phase, peak_bytes=phase.peak_bytes.scaled(factor, constants=True))
+        return replace(segment, **lines)
 
-    units = tuple(
-        replace(
-            unit, parameters=tuple(replace(p, shape=(*p.shape[:-1], p.shape[-1] * factor)) for p in unit.parameters)
-        )
-        for unit in model.units
+    def larger(unit: UnitDescription) -> UnitDescription:
+        wider = (replace(p, shape=(*p.shape[:-1], p.shape[-1] * factor)) for p in unit.parameters)
+        return replace(unit, parameters=tuple(wider))
+
+    return replace(
+        model,
+        units=tuple(map(larger, model.units)),
+        segments=tuple(segment.each(scaled) for segment in model.segments),
     )
-    return replace(model, units=units, segments=tuple(segment.each(scaled) for segment in model.segments))
 
 
 @holds(models, worlds, jobs, st.sampled_from([2, 16]), few=5, many=300)
 def test_a_model_of_twice_the_bytes_needs_twice_the_memory(model, world, job, factor):
     hardware = hardware_of(world, Backend.NCCL)
-    assert least_memory(problem(heavier(model, factor), hardware, job)) == factor * least_memory(
-        problem(model, hardware, job)
-    )
+    least, heavy = (least_memory(problem(one, hardware, job)) for one in (model, heavier(model, factor)))
+    assert heavy == factor * least
 
 
 def faster(hardware: Hardware, factor: int) -> Hardware:
@@ -220,8 +215,7 @@ def faster(hardware: Hardware, factor: int) -> Hardware:
 def test_machine_faster_in_everything_takes_time_by_the_factor(model, world, backend, job, part, factor):
     hardware = hardware_of(world, backend)
     limit = limit_between(model, hardware, job, part)
-    slow_s, fast_s = (
-        search(problem(model, machine, job, limit)).time.step_s for machine in (hardware, faster(hardware, factor))
-    )
+    machines = (hardware, faster(hardware, factor))
+    slow_s, fast_s = (search(problem(model, machine, job, limit)).time.step_s for machine in machines)
     assert fast_s * factor == pytest.approx(slow_s, rel=EQUAL)
     assert least_memory(problem(model, faster(hardware, factor), job)) == least_memory(problem(model, hardware, job))

@@ -9,9 +9,7 @@ from hf_osdp.errors import DescriptionError
 from hf_osdp.modeling.split.apply import split_copy
 from hf_osdp.modeling.split.candidates import SHALLOW, possible_splits
 from hf_osdp.modeling.units import find_units
-from hf_osdp.modeling.wrapping import recomputation_of, recompute
 from hf_osdp.planner.description import DType, GatherSpan
-from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.search.compare import choose_description
 from hf_osdp.planner.search.search import fastest_without_limit, least_memory, search
 from hf_osdp.planner.split import WHOLE_BLOCKS, ModelSplit, OperatorSplit
@@ -79,6 +77,7 @@ def test_split_model_computes_the_same_in_smaller_units(llama, described):
     split = ModelSplit(operators=True, sliced=(OperatorSplit(fqn="model.layers.0.mlp.down_proj", slices=4),))
     other = describe(llama, sequence_length=12, split=split, recomputation=False)
     assert other.split == split and other.numel == described.numel
+    assert described.recomputable and not other.recomputable
 
     def flops(description):
         return sum(s.forward.matmul_flops(2) + s.backward.matmul_flops(2) for s in description.segments)
@@ -87,37 +86,6 @@ def test_split_model_computes_the_same_in_smaller_units(llama, described):
     blocks = {u.fqn for u in described.units if u.class_name == "LlamaDecoderLayer"}
     largest = max(u.numel for u in other.units if u.fqn.startswith("model.layers"))
     assert largest < min(u.numel for u in described.units if u.fqn in blocks)
-
-
-def test_recomputed_forms_save_less_and_compute_more(described):
-    found = [segment for segment in described.segments if segment.recomputed]
-    assert {described.units[s.unit].class_name for s in found} == {"LlamaDecoderLayer"}
-    for plain in found:
-        again = plain.under(Activations.RECOMPUTE.recomputation)
-        assert again.saved_bytes(4) < plain.saved_bytes(4)
-        more = again.backward.matmul_flops(4) - plain.backward.matmul_flops(4)
-        whole = plain.forward.matmul_flops(4)
-        assert 0.5 * whole < more <= whole  # less what backward does not need
-        assert again.backward.peak_bytes.bytes(4) > plain.backward.peak_bytes.bytes(4)
-    assert not describe(tiny_model("llama", layers=2), sequence_length=12, recomputation=False).recomputable
-
-
-def test_recomputing_keeps_names_dropout_and_gradients():
-    torch.manual_seed(0)
-    module = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Dropout(0.5), torch.nn.Linear(6, 6))
-    names, value, results = list(module.state_dict()), torch.randn(3, 6), []
-    for again in (False, True):
-        if again:
-            recompute(module)
-        module.zero_grad()
-        torch.manual_seed(1)
-        output = module(value)
-        output.sum().backward()
-        results.append([output.detach(), *(p.grad.clone() for p in module.parameters())])
-    assert recomputation_of(module) is not None and list(module.state_dict()) == names
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    with torch.no_grad():
-        assert module(value).grad_fn is None
 
 
 HARDWARE = bare_preset("cpu", devices_per_node=4)

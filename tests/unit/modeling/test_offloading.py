@@ -139,8 +139,7 @@ class Toy(nn.Module):
 
 
 def test_what_others_hold_is_not_copied(host_copies):
-    block = Toy()
-    offload(block)
+    offload(block := Toy())
     x, mask, positions = (torch.randn(*shape, requires_grad=True) for shape in ((3, 4), (3, 5), (1, 5)))
     output = block(x * 1, mask, positions=positions)
     assert sizes(host_copies) == [3 * 4, 3 * 5]  # the input, and the product that the mask multiplies
@@ -257,10 +256,10 @@ def test_host_memory_is_read_before_another_micro_step_takes_it(again, monkeypat
     running: list[Copied] = []
     monkeypatch.setattr(offloading._OffloadedStorage, "wait", lambda self: None)
     monkeypatch.setattr(offloading._OffloadedStorage, "__del__", lambda self: None)
-    copy = offloading._OffloadedStorage._copy
+    stock = offloading._OffloadedStorage._copy
 
     def copied(self, to, source):
-        copy(self, to, source)
+        stock(self, to, source)
         if self.fetched:
             self.copied = Copied(running)
 

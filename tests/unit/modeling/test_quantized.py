@@ -1,5 +1,7 @@
 """Bases in 4 bits: sizes of packed weights, equal products, what a description counts, and what is refused."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -60,8 +62,7 @@ def test_description_is_equal_before_after_packing_and_on_meta():
     assert planned.fingerprint == packed.fingerprint and packed.compute_dtype is DType.FLOAT32
 
 
-def in_8_bits() -> nn.Module:
-    return nn.Sequential(bnb.nn.Linear8bitLt(4, 4, has_fp16_weights=False))
+IN_8_BITS = partial(bnb.nn.Linear8bitLt, has_fp16_weights=False)
 
 
 def in_float8() -> nn.Module:
@@ -79,7 +80,10 @@ def of_another_library() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (in_8_bits, r"bitsandbytes in 8 bits, which cannot be planned; load it in 4 bits"),
+        (
+            lambda: nn.Sequential(bnb.nn.Linear8bitLt(4, 4, has_fp16_weights=False)),
+            r"bitsandbytes in 8 bits, which cannot be planned; load it in 4 bits",
+        ),
         (lambda: nn.Sequential(bnb.nn.Embedding4bit(4, 4)), r"4 bits outside of linear layers"),
         (in_float8, r"float8 \(torchao's convert_to_float8_training\), .* leave the conversion out and train in bf16"),
         (of_another_library, r"quantized by gptq, which cannot be planned"),

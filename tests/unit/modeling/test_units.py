@@ -78,13 +78,6 @@ def test_tied_parameters_are_listed_with_all_their_names(meta_model):
     assert "cls.predictions.transform.dense.weight" in [p.name for p in tied.parameters]
 
 
-def test_untied_embedding_and_head_are_units_of_their_own(meta_model):
-    units = find_units(meta_model("GPT2LMHeadModel", tie_word_embeddings=False))
-    spans = {unit.fqn: unit.span for unit in units}
-    assert spans["transformer.wte"] is GatherSpan.USE and spans["lm_head"] is GatherSpan.USE
-    assert not any(unit.shared for unit in units)
-
-
 def test_block_classes_may_be_absent_beside_a_present_one(meta_model):
     model = meta_model("GPT2LMHeadModel")
     assert find_units(model, ["GPT2Block", "BertLayer"]) == find_units(model)

@@ -10,14 +10,7 @@ from hf_osdp.errors import OSDPError
 from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.decision import UnitDecision
 from hf_osdp.planner.description import DType
-from hf_osdp.planner.hardware import (
-    MOST_RANKS,
-    Collective,
-    CollectiveTiming,
-    FsdpOverhead,
-    Link,
-    WorkTime,
-)
+from hf_osdp.planner.hardware import MOST_RANKS, Collective, CollectiveTiming, FsdpOverhead, Link, WorkTime
 from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset

@@ -1,13 +1,12 @@
 """Peaks in closed form, and the order of moments; `tests/property/test_memory_walk.py` sums every moment anew."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.memory import MemoryEstimate, combined_scratch, estimate_memory, gathered_ahead
-from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
+from hf_osdp.planner.decision import Batch, layouts_for
 from hf_osdp.planner.description import (
     DType,
     GatherSpan,
@@ -44,14 +43,9 @@ def blocks(*, saved: int = 0, head_saved: int = 0, head_workspace: int = 0) -> M
     return replace(transformer(), sequence_length=1, units=units, segments=segments, input_bytes=Affine())
 
 
-def everywhere(description: ModelDescription, g: int, *, keep: bool = False, **more: Any) -> list[UnitLayout]:
-    return [
-        replace(layouts_for(unit.span, (g,), reshard_after_forward=not keep)[0], **more) for unit in description.units
-    ]
-
-
 def estimate(description, g, *, world_size=4, job=JOB, batch=ONCE, **chosen) -> MemoryEstimate:
-    return estimate_memory(description, everywhere(description, g, **chosen), world_size, job, batch)
+    layouts = [layouts_for(unit.span, (g,), reshard_after_forward=True)[0] for unit in description.units]
+    return estimate_memory(description, [replace(one, **chosen) for one in layouts], world_size, job, batch)
 
 
 PEAKS = {

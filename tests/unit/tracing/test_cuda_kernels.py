@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_osdp.planner.description import DType
-from hf_osdp.planner.presets import preset, preset_names
 from hf_osdp.tracing import attention
 from hf_osdp.tracing.attention import AttentionCall, Kernel, attention_kernel
 from hf_osdp.tracing.cuda_kernels import CudaKernels
@@ -76,22 +75,12 @@ def test_cudnn_takes_any_dropout_in_torch_2_11(monkeypatch):
     assert attention_kernel(call(dropout=0.1, has_mask=True, **GROUPED), H100) is Kernel.CUDNN  # seen on an H100
 
 
-def test_presets_of_gpus_name_their_compute_capability():
-    assert all((preset(name).device.capability is None) == (name == "cpu") for name in preset_names())
-    assert (preset("h100").device.capability, preset("rtx-4090").device.capability) == (H100, (8, 9))
-
-
 def saved_bytes(run) -> int:
     """Storages that autograd keeps."""
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         output = run()  # noqa: F841  kept until the sum is made
-        return sum(kept.values())
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}.values())
 
 
 @pytest.mark.parametrize("mask", [None, "causal", torch.bool, "additive"])

@@ -111,17 +111,14 @@ def test_describe_refuses_more_tokens_than_positions(configuration, name, limit)
     ("error", "message", "options"),
     [
         (ValueError, "sequence_length=0 must be at least 1", {"sequence_length": 0}),
-        (ValueError, "device_type='tpu' is not known; use cpu or cuda", {"sequence_length": 8, "device_type": "tpu"}),
-        (
-            DescriptionError,
-            "transformers has no class 'AutoModelForNo'",
-            {"sequence_length": 8, "auto_class": "AutoModelForNo"},
-        ),
+        (DescriptionTimeoutError, "takes more than 0 s of CPU time at sequence_length=8", {"seconds": 0.01}),
+        (ValueError, "device_type='tpu' is not known; use cpu or cuda", {"device_type": "tpu"}),
+        (DescriptionError, "transformers has no class 'AutoModelForNo'", {"auto_class": "AutoModelForNo"}),
     ],
 )
 def test_describe_refuses_bad_arguments(configuration, error, message, options):
     with pytest.raises(error, match=message):
-        describe(configuration("GPT2LMHeadModel"), **options)
+        describe(configuration("GPT2LMHeadModel"), **{"sequence_length": 8, **options})
 
 
 class Plain(nn.Module):
@@ -249,7 +246,7 @@ def test_loss_that_reads_weights_of_known_model_is_refused(gpt2):
     assert gpt2.lm_head.weight.grad is None
 
 
-def by_method(model: nn.Module) -> None:
+def by_method(model: nn.Module):
     original = model.forward
 
     @functools.wraps(type(model).forward)
@@ -257,32 +254,33 @@ def by_method(model: nn.Module) -> None:
         assert isinstance(self.lm_head.weight, FakeTensor)
         return original(*args, **kwargs)
 
-    model.forward = types.MethodType(forward, model)
+    return types.MethodType(forward, model)
 
 
-def by_partial(model: nn.Module) -> None:
-    model.forward = functools.partial(type(model).forward, model)
+FORWARDS = {
+    "method": by_method,
+    "partial": lambda model: functools.partial(type(model).forward, model),
+    "partial of a bound method": lambda model: functools.partial(model.forward, return_dict=True),
+    "closure": lambda model: lambda **batch: type(model).forward(model, **batch),
+}
 
 
-def by_partial_of_a_bound_method(model: nn.Module) -> None:
-    model.forward = functools.partial(model.forward, return_dict=True)
-
-
-def by_closure(model: nn.Module) -> None:
-    model.forward = lambda **batch: type(model).forward(model, **batch)
-
-
-@pytest.mark.parametrize("replace", [by_method, by_partial, by_partial_of_a_bound_method, by_closure])
-def test_forward_replaced_on_the_instance_runs_on_the_copy(gpt2, replace):
+@pytest.mark.parametrize("replaced", FORWARDS.values(), ids=FORWARDS)
+def test_forward_replaced_on_the_instance_runs_on_the_copy(gpt2, replaced):
     plain = described(gpt2)
-    replace(gpt2)
+    gpt2.forward = replaced(gpt2)
     found = described(gpt2)
     assert [s.saved_bytes for s in found.segments] == [s.saved_bytes for s in plain.segments]
-    assert found.trace == plain.trace
-    assert all(parameter.grad is None for parameter in gpt2.parameters())
+    assert found.trace == plain.trace and all(parameter.grad is None for parameter in gpt2.parameters())
 
 
 def test_hooks_count_in_copies(gpt2):
+    class Counter:
+        calls = 0
+
+        def count(self, module, args, output):
+            self.calls += 1
+
     calls, counter = [0], Counter()
 
     def hook(module, args, output):
@@ -296,16 +294,9 @@ def test_hooks_count_in_copies(gpt2):
     assert (calls, counter.calls) == ([0], 0)
 
 
-class Counter:
-    calls = 0
-
-    def count(self, module, args, output):
-        self.calls += 1
-
-
 def test_forward_that_was_replaced_inside_adapters_runs_on_the_copy(gpt2):
     peft = pytest.importorskip("peft")
-    by_method(gpt2)
+    gpt2.forward = by_method(gpt2)
     model = peft.get_peft_model(gpt2, peft.LoraConfig(target_modules=["c_attn"]))
     fake = fake_copy(model, FakeTensorMode(allow_non_fake_inputs=True), untie=True)
     assert fake.get_base_model().forward.__self__ is fake.get_base_model()
@@ -324,8 +315,3 @@ def decayed(model, batch):
 @pytest.mark.parametrize(("loss", "read"), [(fused, ["lm_head"]), (decayed, ["transformer.h.1"]), (None, [])])
 def test_units_whose_weights_a_loss_reads_stay_gathered(gpt2, loss, read):
     assert in_use_all_step(described(gpt2, loss=loss, activation_checkpointing=loss is None)) == ["", *read]
-
-
-def test_a_trace_that_takes_too_long_is_refused(configuration):
-    with pytest.raises(DescriptionTimeoutError, match="takes more than 0 s of CPU time at sequence_length=8"):
-        describe(configuration("GPT2LMHeadModel"), sequence_length=8, seconds=0.01)

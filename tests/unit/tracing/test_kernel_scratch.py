@@ -61,12 +61,12 @@ def test_sums_over_other_dimensions_take_no_known_buffer():
     assert kernel_scratch(aten.add.Tensor, (tensor, tensor), H100) is None
 
 
-def test_every_preset_has_multiprocessors():
-    for name in preset_names():
-        capability = preset(name).device.capability
-        if capability is not None:
-            assert processors_of(capability).number >= 72, name
+def test_every_gpu_preset_has_capability_and_multiprocessors():
+    capabilities = {name: preset(name).device.capability for name in preset_names()}
+    assert capabilities.pop("cpu") is None
+    assert all(processors_of(capability).number >= 72 for capability in capabilities.values())
     assert processors_of((99, 0)) == processors_of((12, 0))
+    assert (capabilities["h100"], capabilities["rtx-4090"]) == ((9, 0), (8, 9))
 
 
 def test_scratch_moment_adds_kernel_bytes_from_least_batch_on():

@@ -118,19 +118,14 @@ def _levels_of_fsdp2_steps() -> tuple[int, list[tuple[int, int, int, int]]]:
             live.track(value for state in optimizer.state.values() for value in state.values())
             before = live.current_bytes
             model(torch.ones(1, 64)).sum().backward()
-            after_backward = _once_gloo_lets_go(live, before + whole // 2)
+            ends = time.monotonic() + 10  # so long gloo's thread may hold what it has reduced
+            while live.current_bytes != before + whole // 2 and time.monotonic() < ends:
+                time.sleep(0.01)
+            after_backward = live.current_bytes
             optimizer.step()
             optimizer.zero_grad()
             levels.append((before, after_backward, live.current_bytes, live.peak_bytes))
     return whole, levels
-
-
-def _once_gloo_lets_go(live: MemoryTracker, expected: int) -> int:
-    """Bytes that are alive, after up to ten seconds in which gloo's thread may hold what it has reduced."""
-    ends = time.monotonic() + 10
-    while live.current_bytes != expected and time.monotonic() < ends:
-        time.sleep(0.01)
-    return live.current_bytes
 
 
 def test_fsdp2_counts_shards_between_steps_and_whole_parameters_within():

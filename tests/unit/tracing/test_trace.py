@@ -20,13 +20,10 @@ from tests.helpers.sampling import slow_but
 
 TOKENS = 24
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 ARCHITECTURES = {
     "GPT2LMHeadModel": NO_DROPOUT,
-    "BertForMaskedLM": {
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-        "max_position_embeddings": TOKENS,
-    },
+    "BertForMaskedLM": {**BERT, "max_position_embeddings": TOKENS},
     "LlamaForCausalLM": {},
     "T5ForConditionalGeneration": {"dropout_rate": 0.0, "decoder_start_token_id": 0},
     "BartForConditionalGeneration": {"dropout": 0.0, "max_position_embeddings": TOKENS},
@@ -46,19 +43,14 @@ def segments_of(model: nn.Module, **options):
 
 def real_saved_bytes(block: nn.Module, hidden: torch.Tensor) -> int:
     """Storages that autograd keeps for a block, its output included, its input and parameters left out."""
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         output = block(hidden)
-    output = output[0] if isinstance(output, tuple) else output
-    keep(output)
+    kept.append(output[0] if isinstance(output, tuple) else output)
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
     for other in (hidden, *block.parameters()):
-        kept.pop(other.untyped_storage().data_ptr(), None)
-    return sum(kept.values())
+        storages.pop(other.untyped_storage().data_ptr(), None)
+    return sum(storages.values())
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5])
