@@ -53,12 +53,10 @@ def instance(seed: int) -> tuple[ModelDescription, Hardware, TrainingJob]:
         1, WORLD, intra=(1e-6, dice.choice([1e7, 1e8])), backend=dice.choice(list(Backend))
     ).with_margin(0.0)
     job = TrainingJob(
-        global_batch_size=WORLD * dice.choice([1, 2]),
-        micro_batch_size=1,
-        reduce_every_micro_step=dice.choice([True, False]),
-        precision=Precision.named(dice.choice(["no", "bf16"])),
+        global_batch_size=WORLD * dice.choice([1, 2]), micro_batch_size=1,
+        reduce_every_micro_step=dice.choice([True, False]), precision=Precision.named(dice.choice(["no", "bf16"])),
         optimizer=OptimizerSpec(states=dice.choice([0, 2]), step=dice.choice(list(OptimizerStep))),
-    )
+    )  # fmt: skip
     # where compute overlaps, the first block has another window
     return row_of(seed, SHORT_ROW + 2 if hardware.backend.overlaps else SHORT_ROW + 1), hardware, job
 

@@ -31,18 +31,15 @@ def machine(backend, nodes=1, devices_per_node=4, *, flops_per_s=1e12, inter=1e7
     """Devices whose copies and updates cost next to nothing, so that links and overlap decide."""
     return toy_hardware(
         nodes, devices_per_node, memory_bytes=AMPLE, flops_per_s=flops_per_s, memory_bytes_per_s=1e12,
-        intra=(hop_s, 1e8),
-        inter=(10 * hop_s, inter), backend=backend, margin=0.0,
+        intra=(hop_s, 1e8), inter=(10 * hop_s, inter), backend=backend, margin=0.0,
     )  # fmt: skip
 
 
 MACHINES = {
-    "4 x gloo": machine(Backend.GLOO),
-    "4 x nccl": machine(Backend.NCCL),
-    "2 x 2 gloo": machine(Backend.GLOO, 2, 2),
+    "4 x gloo": machine(Backend.GLOO), "4 x nccl": machine(Backend.NCCL), "2 x 2 gloo": machine(Backend.GLOO, 2, 2),
     "2 x 2 nccl": machine(Backend.NCCL, 2, 2),
     "2 x 2 nccl, slow compute": machine(Backend.NCCL, 2, 2, flops_per_s=1e10),
-}
+}  # fmt: skip
 NAMES = tuple(MACHINES)
 
 

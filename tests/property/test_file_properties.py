@@ -56,25 +56,20 @@ devices = st.builds(
 )  # fmt: skip
 hosts = st.builds(
     HostSpec, memory_bytes=st.integers(1, 2**50), to_device_bytes_per_s=rates, to_host_bytes_per_s=rates,
-    update_bytes_per_s=rates,
-    source=texts,
+    update_bytes_per_s=rates, source=texts,
 )  # fmt: skip
 timings = st.builds(
     CollectiveTiming, collective=st.sampled_from(Collective), group_size=st.integers(2, 64), latency_s=seconds,
-    seconds_per_byte=seconds,
-    crosses_nodes=st.booleans(),
+    seconds_per_byte=seconds, crosses_nodes=st.booleans(),
 )  # fmt: skip
 handlings = st.builds(
-    FsdpOverhead,
-    gather=work_times,
-    reduce=work_times,
+    FsdpOverhead, gather=work_times, reduce=work_times,
     updates=st.fixed_dictionaries({step: work_times for step in OptimizerStep}),
-)
+)  # fmt: skip
 hardwares = st.builds(
     Hardware, device=devices, nodes=st.integers(1, 256), devices_per_node=st.integers(1, 256), intra_node=links,
-    inter_node=links,
-    backend=st.sampled_from(Backend), timings=st.lists(timings, max_size=2).map(tuple), host=st.none() | hosts,
-    fsdp_overhead=st.none() | handlings,
+    inter_node=links, backend=st.sampled_from(Backend), timings=st.lists(timings, max_size=2).map(tuple),
+    host=st.none() | hosts, fsdp_overhead=st.none() | handlings,
 )  # fmt: skip
 segments = st.builds(
     SegmentTimes, class_name=texts, sequence_length=counts, compute_dtype=st.sampled_from(DType),
@@ -105,12 +100,9 @@ def plans_of(world_size: int) -> st.SearchStrategy[Plan]:
     return st.builds(
         Plan, world_size=st.just(world_size), strategy=st.sampled_from(["osdp", "ddp"]), micro_batch_size=counts,
         units=st.lists(units, min_size=1, max_size=8, unique_by=lambda unit: unit.fqn).map(tuple),
-        accumulation_steps=counts,
-        split=st.builds(ModelSplit, operators=switches, sliced=sliced.map(tuple)), model_fingerprint=texts,
-        model_name=texts,
-        sequence_length=counts, memory_limit_bytes=st.none() | counts, peak_bytes=st.none() | counts,
-        step_s=st.none() | seconds,
-        proven_optimal=switches, hardware=texts,
+        accumulation_steps=counts, split=st.builds(ModelSplit, operators=switches, sliced=sliced.map(tuple)),
+        model_fingerprint=texts, model_name=texts, sequence_length=counts, memory_limit_bytes=st.none() | counts,
+        peak_bytes=st.none() | counts, step_s=st.none() | seconds, proven_optimal=switches, hardware=texts,
     )  # fmt: skip
 
 
@@ -143,8 +135,7 @@ PROFILE = Profile(
         )
         for s in MODEL.segments
     ),
-    device_names=("toy",) * 4,
-    versions={"torch": "2.13.0"},
+    device_names=("toy",) * 4, versions={"torch": "2.13.0"},
 )  # fmt: skip
 
 
@@ -185,12 +176,9 @@ def read_profile(text: str | bytes) -> None:
 FILES: dict[str, tuple[Callable[..., None], type[Exception], Any]] = {
     "plan": (read_plan, PlanError, json.loads(PLAN.to_json())),
     "profile": (read_profile, ProfileError, json.loads(PROFILE.to_json())),
-    "plan with inputs": (
-        read_inputs,
-        PlanError,
-        plan_file_content(PLAN, PlanInputs(description=MODEL, job=JOB, hardware=FULL)),
-    ),
-}
+    "plan with inputs": (read_inputs, PlanError,
+        plan_file_content(PLAN, PlanInputs(description=MODEL, job=JOB, hardware=FULL))),
+}  # fmt: skip
 files = st.sampled_from(list(FILES))
 
 
@@ -219,8 +207,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 EXTREMES = [
-    None, True, -1, 0, 1, 10**6, 10**18, 2**63 - 1, -(2**63), 1e-300, 1e30, float("nan"), float("inf"),
-    "", "x" * 5000,
+    None, True, -1, 0, 1, 10**6, 10**18, 2**63 - 1, -(2**63), 1e-300, 1e30, float("nan"), float("inf"), "", "x" * 5000,
     "\x1b[2J", "../../etc/passwd", [], [[]], {}, [1] * 1000, {"plan": {}},
 ]  # fmt: skip
 

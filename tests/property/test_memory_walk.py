@@ -133,12 +133,9 @@ class Sums:
             if unit not in self.whole:
                 own, cast = (0, 0) if terms.kept else (terms.gathered, terms.cast_buffer)
                 yield self.moment(
-                    "backward: gather",
-                    unit,
-                    gathered=there + own + terms.prefetched,
-                    buffers=buffers + tail + cast,
+                    "backward: gather", unit, gathered=there + own + terms.prefetched, buffers=buffers + tail + cast,
                     **level,
-                )
+                )  # fmt: skip
             level["activations"] += self.bytes[i].backward_peak + self.merging(i)
             yield self.moment("backward", unit, gathered=there + own + self.ahead[i], buffers=buffers + tail, **level)
             if unit not in self.at_end and self.first[unit] == i:
@@ -186,13 +183,11 @@ class Sums:
 
 
 jobs = st.builds(
-    TrainingJob,
-    global_batch_size=st.just(48),
+    TrainingJob, global_batch_size=st.just(48),
     precision=st.sampled_from([Precision.named("no"), Precision.named("bf16")]),
     optimizer=st.builds(OptimizerSpec, states=st.sampled_from([0, 2]), step=st.sampled_from(OptimizerStep)),
-    holds_outputs=st.booleans(),
-    correction_bytes=st.sampled_from([0, 77, -5]),
-)
+    holds_outputs=st.booleans(), correction_bytes=st.sampled_from([0, 77, -5]),
+)  # fmt: skip
 batches = st.builds(Batch, micro_batch_size=st.integers(1, 3), accumulation_steps=st.integers(1, 2))
 
 

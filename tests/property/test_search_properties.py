@@ -36,14 +36,9 @@ jobs = st.builds(
     reduce_every_micro_step=st.sampled_from([None, True, False]),
 )
 models = st.builds(
-    at_random,
-    st.integers(0, 10**6),
-    kinds=st.integers(1, 3),
-    blocks=st.integers(3, 6),
-    tied=st.booleans(),
-    recomputable=st.booleans(),
-    stacks=st.booleans(),
-)
+    at_random, st.integers(0, 10**6), kinds=st.integers(1, 3), blocks=st.integers(3, 6), tied=st.booleans(),
+    recomputable=st.booleans(), stacks=st.booleans(),
+)  # fmt: skip
 parts = st.floats(0, 1)
 
 
@@ -182,11 +177,8 @@ def heavier(model: ModelDescription, factor: int) -> ModelDescription:
         wider = (replace(p, shape=(*p.shape[:-1], p.shape[-1] * factor)) for p in unit.parameters)
         return replace(unit, parameters=tuple(wider))
 
-    return replace(
-        model,
-        units=tuple(map(larger, model.units)),
-        segments=tuple(segment.each(scaled) for segment in model.segments),
-    )
+    segments = tuple(segment.each(scaled) for segment in model.segments)
+    return replace(model, units=tuple(map(larger, model.units)), segments=segments)
 
 
 @holds(models, worlds, jobs, st.sampled_from([2, 16]), few=5, many=300)
@@ -199,11 +191,9 @@ def test_a_model_of_twice_the_bytes_needs_twice_the_memory(model, world, job, fa
 def faster(hardware: Hardware, factor: int) -> Hardware:
     """All rates times a factor, all latencies by it."""
     device = replace(
-        hardware.device,
-        flops_per_s={dtype: rate * factor for dtype, rate in hardware.device.flops_per_s.items()},
-        memory_bytes_per_s=hardware.device.memory_bytes_per_s * factor,
-        operator_s=hardware.device.operator_s / factor,
-    )
+        hardware.device, flops_per_s={dtype: rate * factor for dtype, rate in hardware.device.flops_per_s.items()},
+        memory_bytes_per_s=hardware.device.memory_bytes_per_s * factor, operator_s=hardware.device.operator_s / factor,
+    )  # fmt: skip
     links = {
         name: replace(link, latency_s=link.latency_s / factor, bytes_per_s=link.bytes_per_s * factor)
         for name, link in (("intra_node", hardware.intra_node), ("inter_node", hardware.inter_node))

@@ -260,7 +260,7 @@ def test_loop_meter_enters_no_mode_inside_one_ending_in_step():
 
 
 def test_loop_meter_counts_no_forward_inside_backward():
-    """Losses that keep gradients of outputs (GradCache) run the model again in backward, whose modes end with it."""
+    """Losses such as GradCache run the model again in backward, whose modes end with it."""
     model, optimizer, _meter, told = metered(steps=3)
 
     def run_again(gradient):

@@ -26,17 +26,12 @@ def test_shape_has_the_published_number_of_parameters(name):
     assert name in shape.source and shape.published_by
 
 
-@pytest.mark.parametrize(
-    ("model_id", "name"),
-    [
-        ("gpt2-xl", "openai-community/gpt2-xl"),
-        ("OpenAI-Community/GPT2-XL", "openai-community/gpt2-xl"),
-        ("meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-8B"),
-        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
-        ("llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B"),
-        *((unknown, None) for unknown in ("somebody/gpt2-xl", "gpt2-xxl", "", "meta-llama/")),
-    ],
-)
+@pytest.mark.parametrize(("model_id", "name"), [
+    ("gpt2-xl", "openai-community/gpt2-xl"), ("OpenAI-Community/GPT2-XL", "openai-community/gpt2-xl"),
+    ("meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-8B"),
+    ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"), ("llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B"),
+    *((unknown, None) for unknown in ("somebody/gpt2-xl", "gpt2-xxl", "", "meta-llama/")),
+])  # fmt: skip
 def test_find_shape_takes_known_ids_in_any_case_without_organisation(model_id, name):
     assert find_shape(model_id) is (name and catalogue()[name])
 

@@ -77,20 +77,14 @@ def of_another_library() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: nn.Sequential(bnb.nn.Linear8bitLt(4, 4, has_fp16_weights=False)),
-            r"bitsandbytes in 8 bits, which cannot be planned; load it in 4 bits",
-        ),
-        (lambda: nn.Sequential(bnb.nn.Embedding4bit(4, 4)), r"4 bits outside of linear layers"),
-        (in_float8, r"float8 \(torchao's convert_to_float8_training\), .* leave the conversion out and train in bf16"),
-        (of_another_library, r"quantized by gptq, which cannot be planned"),
-        (base, r"adapters of peft, .* get_peft_model"),
-        (lambda: adapted(base(), use_dora=True), r"DoRA .* use_dora=False trains LoRA"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: nn.Sequential(IN_8_BITS(4, 4)), r"bitsandbytes in 8 bits, which cannot be planned; load it in 4 bits"),
+    (lambda: nn.Sequential(bnb.nn.Embedding4bit(4, 4)), r"4 bits outside of linear layers"),
+    (in_float8, r"float8 \(torchao's convert_to_float8_training\), .* leave the conversion out and train in bf16"),
+    (of_another_library, r"quantized by gptq, which cannot be planned"),
+    (base, r"adapters of peft, .* get_peft_model"),
+    (lambda: adapted(base(), use_dora=True), r"DoRA .* use_dora=False trains LoRA"),
+])  # fmt: skip
 def test_what_cannot_be_planned_is_refused_in_one_line(make, message):
     with pytest.raises(OSDPError, match=message):
         pack(make())

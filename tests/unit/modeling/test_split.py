@@ -119,9 +119,7 @@ CONFIGS = {
     "gpt2": transformers.GPT2Config(**GPT),  # tied
     "opt": transformers.OPTConfig(**SIZES, **OPT),  # tied, padding
     "llama": LlamaConfig(**LLAMA),
-    "mistral": transformers.MistralConfig(
-        **SIZES, num_key_value_heads=1, intermediate_size=32, tie_word_embeddings=True
-    ),
+    "mistral": transformers.MistralConfig(**LLAMA, num_key_value_heads=1, tie_word_embeddings=True),
     "gptj": transformers.GPTJConfig(**GPT, rotary_dim=4),  # a head with bias
     "cohere": transformers.CohereConfig(**LLAMA, tie_word_embeddings=False),  # scales its logits
 }
@@ -160,29 +158,20 @@ def exact_loss(logits: torch.Tensor, labels: torch.Tensor, **options) -> torch.T
 
 
 OPTIONS = {
-    "mean": {},
-    "items": {"num_items_in_batch": 17},
-    "items as a tensor": {"num_items_in_batch": torch.tensor(23)},
-    "shifted": {"shift_labels": batch()["labels"].roll(1)},
-    "ignore": {"ignore_index": 5},
-}
+    "items": {"num_items_in_batch": 17}, "items as a tensor": {"num_items_in_batch": torch.tensor(23)},
+    "shifted": {"shift_labels": batch()["labels"].roll(1)}, "ignore": {"ignore_index": 5},
+}  # fmt: skip
+CASES = {f"{kind} in {slices}": (kind, slices, {}) for kind in CONFIGS for slices in (2, 7, VOCABULARY)}
+CASES |= {name: ("llama", 4, options) for name, options in OPTIONS.items()}
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_loss_takes_what_transformers_takes(options):
-    inputs = batch()
+@pytest.mark.parametrize(("kind", "slices", "options"), CASES.values(), ids=CASES)
+def test_loss_and_gradients_equal_the_whole_models(kind, slices, options):
+    whole, parts, inputs = model_of(kind), model_of(kind, slices), batch()
     if "ignore_index" in options:
         inputs["labels"] = inputs["labels"].clamp(min=5)
-    whole = exact_loss(model_of("llama")(inputs["input_ids"]).logits, inputs["labels"], **options)
-    assert abs(model_of("llama", 4)(**inputs, **options).loss - whole).item() < 1e-12
-
-
-@pytest.mark.parametrize("slices", [2, 7, VOCABULARY])
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_loss_and_gradients_equal_the_whole_models(kind, slices):
-    whole, parts, inputs = model_of(kind), model_of(kind, slices), batch()
-    want = exact_loss(whole(inputs["input_ids"]).logits, inputs["labels"])
-    out = parts(**inputs)
+    want = exact_loss(whole(inputs["input_ids"]).logits, inputs["labels"], **options)
+    out = parts(**inputs, **options)
     assert abs(out.loss - want).item() < 1e-12
     want.backward()
     out.loss.backward()
@@ -337,13 +326,6 @@ def test_operator_in_two_places_is_split_in_both():
 # ---- refusals
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.down.weight = self.up.weight
-
-
 def changed(change, model=None):
     model = model or GPT2()
     change(model)
@@ -358,43 +340,38 @@ class NoLabels(LlamaForCausalLM):
         return self.lm_head(self.model(input_ids).last_hidden_state)
 
 
-BERT = transformers.BertConfig(**SIZES, intermediate_size=32, max_position_embeddings=16)
+BERT = transformers.BertConfig(**LLAMA, max_position_embeddings=16)
 FC = "transformer.h.0.mlp.c_fc"
-REFUSED = {
-    "absent": (GPT2, "transformer.mlp.c_fc", 2, ValueError,
-               "is not a module of GPT2LMHeadModel; did you mean 'transformer.h.0.mlp.c_fc'?"),
-    "absent, nothing alike": (GPT2, "nothing", 2, ValueError, "take a name from named_modules"),
-    "too many slices": (GPT2, "lm_head", 62, ValueError,
-                        f"has {VOCABULARY} output features, too few for 62 slices; use at most 61"),
-    "another class": (GPT2, "transformer.h.0.ln_1", 2, OSDPError,
-                      "is a LayerNorm, but only nn.Linear and GPT-2's Conv1D"),
-    "a subclass": (lambda: nn.MultiheadAttention(4, 2), "out_proj", 2, OSDPError,
-                   "is a NonDynamicallyQuantizableLinear"),
-    "the embedding": (GPT2, "transformer.wte", 2, OSDPError, "name the head"),
-    "tied": (Tied, "up", 2, OSDPError,
+TWO = nn.ModuleDict({"up": nn.Linear(4, 4), "down": nn.Linear(4, 4)})
+WRONG = {
+    "absent": (GPT2, "transformer.mlp.c_fc", f"is not a module of GPT2LMHeadModel; did you mean '{FC}'?"),
+    "absent, nothing alike": (GPT2, "nothing", "take a name from named_modules"),
+    "too many slices": (GPT2, "lm_head", f"has {VOCABULARY} output features, too few for 62 slices; use at most 61"),
+}
+REFUSED = WRONG | {
+    "another class": (GPT2, "transformer.h.0.ln_1", "is a LayerNorm, but only nn.Linear and GPT-2's Conv1D"),
+    "a subclass": (lambda: nn.MultiheadAttention(4, 2), "out_proj", "is a NonDynamicallyQuantizableLinear"),
+    "the embedding": (GPT2, "transformer.wte", "name the head"),
+    "tied": (lambda: changed(lambda m: setattr(m["down"], "weight", m["up"].weight), TWO), "up",
              "shares its weight or bias with 'down', which is not split with it; leave it whole"),
-    "split already": (lambda: split(GPT2(), 2, "lm_head"), "lm_head", 2, OSDPError, "already in 2 slices"),
-    "a slice": (lambda: split(GPT2(), 2, "lm_head"), "transformer.wte.slices.0", 2, OSDPError, "is a VocabularySlice"),
-    "hooks": (lambda: changed(lambda m: m.get_submodule(FC).register_forward_hook(print)), FC, 2, OSDPError,
-              "has hooks"),
-    "max_norm": (
-        lambda: changed(lambda m: setattr(m.transformer.wte, "max_norm", 1.0)), "lm_head", 2, OSDPError,
-        "one plain nn.Embedding",
-    ),
-    "a bias that is shared": (
-        lambda: BertForMaskedLM(BERT), "cls.predictions.decoder", 4, OSDPError,
-        "a tied head can be split only without bias",
-    ),
-    "no labels": (NoLabels, "lm_head", 4, OSDPError, "of NoLabels cannot be split: its forward takes no labels"),
+    "split already": (lambda: split(GPT2(), 2, "lm_head"), "lm_head", "already in 2 slices"),
+    "a slice": (lambda: split(GPT2(), 2, "lm_head"), "transformer.wte.slices.0", "is a VocabularySlice"),
+    "hooks": (lambda: changed(lambda m: m.get_submodule(FC).register_forward_hook(print)), FC, "has hooks"),
+    "max_norm": (lambda: changed(lambda m: setattr(m.transformer.wte, "max_norm", 1.0)), "lm_head",
+                 "one plain nn.Embedding"),
+    "a bias that is shared": (lambda: BertForMaskedLM(BERT), "cls.predictions.decoder",
+                              "a tied head can be split only without bias"),
+    "no labels": (NoLabels, "lm_head", "of NoLabels cannot be split: its forward takes no labels"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "fqn", "slices", "error", "says"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_split_is_refused_and_left_alone(model, fqn, slices, error, says):
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_split_is_refused_and_left_alone(name):
+    model, fqn, says = REFUSED[name]
     built = model()
     before = {name: type(module) for name, module in built.named_modules()}
-    with pytest.raises(error) as caught:
-        split(built, slices, *(["lm_head"] if fqn == "nothing" else []), fqn)
+    with pytest.raises(ValueError if name in WRONG else OSDPError) as caught:
+        split(built, 62 if name == "too many slices" else 2, *(["lm_head"] if fqn == "nothing" else []), fqn)
     assert says in str(caught.value) and repr(fqn) in str(caught.value) and "\n" not in str(caught.value)
     assert {name: type(module) for name, module in built.named_modules()} == before
 

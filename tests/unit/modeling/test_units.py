@@ -13,22 +13,16 @@ from hf_osdp.modeling.units import canonical_name, find_units
 from hf_osdp.planner.description import DType, GatherSpan
 
 BLOCKS = {
-    "GPT2LMHeadModel": {"GPT2Block": 3},
-    "BertForMaskedLM": {"BertLayer": 2},
-    "BertForSequenceClassification": {"BertLayer": 2},
-    "RobertaForMaskedLM": {"RobertaLayer": 2},
-    "DistilBertForMaskedLM": {"TransformerBlock": 2},
-    "T5ForConditionalGeneration": {"T5Block": 4},
+    "GPT2LMHeadModel": {"GPT2Block": 3}, "BertForMaskedLM": {"BertLayer": 2},
+    "BertForSequenceClassification": {"BertLayer": 2}, "RobertaForMaskedLM": {"RobertaLayer": 2},
+    "DistilBertForMaskedLM": {"TransformerBlock": 2}, "T5ForConditionalGeneration": {"T5Block": 4},
     "BartForConditionalGeneration": {"BartEncoderLayer": 2, "BartDecoderLayer": 2},
-    "OPTForCausalLM": {"OPTDecoderLayer": 2},
-    "LlamaForCausalLM": {"LlamaDecoderLayer": 2},
-    "Qwen2ForCausalLM": {"Qwen2DecoderLayer": 2},
-    "MistralForCausalLM": {"MistralDecoderLayer": 2},
-    "GemmaForCausalLM": {"GemmaDecoderLayer": 2},
-    "ViTForImageClassification": {"ViTLayer": 2},
+    "OPTForCausalLM": {"OPTDecoderLayer": 2}, "LlamaForCausalLM": {"LlamaDecoderLayer": 2},
+    "Qwen2ForCausalLM": {"Qwen2DecoderLayer": 2}, "MistralForCausalLM": {"MistralDecoderLayer": 2},
+    "GemmaForCausalLM": {"GemmaDecoderLayer": 2}, "ViTForImageClassification": {"ViTLayer": 2},
     "WhisperForConditionalGeneration": {"WhisperEncoderLayer": 2, "WhisperDecoderLayer": 2},
     "MixtralForCausalLM": {"MixtralDecoderLayer": 2},
-}
+}  # fmt: skip
 EMBEDDING_AND_HEAD = {
     "GPT2LMHeadModel": {"transformer.wte+lm_head": GatherSpan.STEP},
     "BertForMaskedLM": {"bert.embeddings.word_embeddings+cls.predictions": GatherSpan.STEP},

@@ -29,28 +29,15 @@ LAPS = {
     "under gloo": (machine(backend=Backend.GLOO), REDUCE, replicate_ring, 1, N, 2 * ONE_LAP),
     "a group inside a node": (TWO, GATHER, shard_ring, 4, N, ONE_LAP),
     "a group over two nodes": (TWO, GATHER, shard_ring, 8, N, 5 * INSIDE + 2 * OUTSIDE + 7 / 8 * N * 1e-8),
-    "where the inner link is slower": (
-        SLOW_INSIDE,
-        GATHER,
-        shard_ring,
-        8,
-        N,
-        5 * INSIDE + 2 * OUTSIDE + 7 / 8 * N * 1e-7,
-    ),
+    "where the inner link is slower": (SLOW_INSIDE, GATHER, shard_ring, 8, N,
+        5 * INSIDE + 2 * OUTSIDE + 7 / 8 * N * 1e-7),
     # groups 0-2 and 3-5: both pass through the middle node
-    "groups that straddle nodes share the link": (
-        THREE_PAIRS,
-        GATHER,
-        shard_ring,
-        3,
-        N,
-        2 * OUTSIDE + 2 / 3 * N * 2e-8,
-    ),
+    "groups that straddle nodes share the link": (THREE_PAIRS, GATHER, shard_ring, 3, N,
+        2 * OUTSIDE + 2 / 3 * N * 2e-8),
     # rank 0 with rank 4, and three more pairs over the same link
     "replicas of a shard share it": (TWO, REDUCE, replicate_ring, 4, N // 4, 2 * (OUTSIDE + 1 / 2 * (N // 4) * 4e-8)),
-    "alone": (machine(), GATHER, shard_ring, 1, N, 0.0),
-    "nothing to send": (machine(), REDUCE, shard_ring, 4, 0, 0.0),
-}
+    "alone": (machine(), GATHER, shard_ring, 1, N, 0.0), "nothing to send": (machine(), REDUCE, shard_ring, 4, 0, 0.0),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("hardware", "collective", "ring", "size", "nbytes", "wanted_s"), LAPS.values(), ids=LAPS)

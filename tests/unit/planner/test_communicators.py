@@ -35,15 +35,11 @@ def groups_formed(plan: Plan) -> int:
     return sum(group.size() > 1 for group in dist.distributed_c10d._world.pg_map)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "layouts", "count"),
-    [
-        (2, ((1, 1), (2, 1)), 1), (8, ((8, 1),), 1), (8, ((1, 1), (8, 1)), 1), (8, ((1, 1), (2, 1), (8, 1)), 3),
-        (8, ((2, 1), (4, 1)), 5),
-        (8, ((8, 4),), 3), (8, ((8, 4), (4, 1)), 3), (8, ((4, 2),), 8), (16, ((16, 8), (16, 1), (8, 1), (2, 1)), 5),
-        (16, ((8, 4), (8, 2), (1, 1)), 13),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("world_size", "layouts", "count"), [
+    (2, ((1, 1), (2, 1)), 1), (8, ((8, 1),), 1), (8, ((1, 1), (8, 1)), 1), (8, ((1, 1), (2, 1), (8, 1)), 3),
+    (8, ((2, 1), (4, 1)), 5), (8, ((8, 4),), 3), (8, ((8, 4), (4, 1)), 3), (8, ((4, 2),), 8),
+    (16, ((16, 8), (16, 1), (8, 1), (2, 1)), 5), (16, ((8, 4), (8, 2), (1, 1)), 13),
+])  # fmt: skip
 def test_communicators_are_the_groups_that_meshes_form(world_size, layouts, count):
     plan = plan_of(world_size, layouts)
     with fake_process_group(world_size):

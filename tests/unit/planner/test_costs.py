@@ -78,8 +78,8 @@ def test_unit_bytes_of_replicated_sharded_and_staged_units(chosen, wanted):
 
 HOLDING, ACCUMULATING, AWAY = dict(hold=True, batch=THRICE), dict(batch=THRICE), dict(on_host=True)
 SOME_TERMS = {
-    "sharded over a group": (dict(g=2), dict(parameters=64, optimizer=128, gradients_after=64, gathered=128,
-                                             gather_buffer=128)),
+    "sharded over a group": (dict(g=2),
+        dict(parameters=64, optimizer=128, gradients_after=64, gathered=128, gather_buffer=128)),
     "kept: nothing is prefetched": (dict(g=4, keep=True), dict(kept=128, prefetched=0, held=32 + 64)),
     "freed: a buffer is": (dict(g=2), dict(kept=0, prefetched=128)),
     "replicated: nothing to prefetch": (dict(g=1), dict(kept=0, prefetched=0)),
@@ -87,7 +87,7 @@ SOME_TERMS = {
     "rows that do not divide are padded": (
         dict(g=4, unit=TEN_ROWS),
         dict(parameters=36, optimizer=72, gradients_after=36, gathered=144, gather_buffer=144, reduce_input=144,
-             unsharded_gradients=120),
+            unsharded_gradients=120),
     ),
     "reduce buffer padded to 1": (dict(g=1, unit=TEN_ROWS), dict(reduce_tail=120, reduce_input=120)),
     "reduce buffer padded to 2": (dict(g=2, unit=TEN_ROWS), dict(reduce_tail=120, reduce_input=120)),
@@ -96,68 +96,55 @@ SOME_TERMS = {
     "two experts on four ranks: their other dimension": (
         dict(g=4, unit=STACK),
         dict(parameters=48 + 8, optimizer=112, gradients_after=56, gathered=224, gather_buffer=224, reduce_input=224,
-             copy_out=192, cast_buffer=192, reduce_copy=192, last_gradient=32 + 192),
+            copy_out=192, cast_buffer=192, reduce_copy=192, last_gradient=32 + 192),
     ),
     "two experts on two ranks": (dict(g=2, unit=STACK), dict(parameters=112, copy_out=0, reduce_copy=0)),
-    "experts alone: the last gradient is the one that is copied": (
-        dict(g=4, unit=unit_of(parameter("w", 2, 8, 3))),
-        dict(last_gradient=192, reduce_copy=192),
-    ),
+    "experts alone: the last gradient is the one that is copied": (dict(g=4, unit=unit_of(parameter("w", 2, 8, 3))),
+        dict(last_gradient=192, reduce_copy=192)),
     # the cast shard is less than what is gathered from it; the float32 output becomes the float32 gradient
     "bf16": (
         dict(g=4, job=job_of("bf16")),
         dict(parameters=32, optimizer=64, gradients_after=32, gathered=64, gather_buffer=64, unsharded_gradients=64,
-             cast_buffer=0,
-             reduce_input=128, reduce_tail=128, reduce_output=0),
+            cast_buffer=0, reduce_input=128, reduce_tail=128, reduce_output=0),
     ),
     # w and what it is cast from, before b is there
     "bf16 replicas are cast one by one": (dict(g=1, job=job_of("bf16")), dict(cast_buffer=48 + 48 - 64)),
     # reduced in float32, made in bfloat16
     "bf16 in stages": (dict(g=4, stage_size=2, world_size=8, job=job_of("bf16")),
-                       dict(reduce_stage=64, last_gradient=16, reduce_work=80)),
-    "wider reduction over all": (
-        dict(g=4, unit=IN_BF16, job=replace(job_of(), precision=WIDE_REDUCTION)),
-        dict(gradients_after=16, reduce_output=32, reduced_after=0),
-    ),
+        dict(reduce_stage=64, last_gradient=16, reduce_work=80)),
+    "wider reduction over all": (dict(g=4, unit=IN_BF16, job=replace(job_of(), precision=WIDE_REDUCTION)),
+        dict(gradients_after=16, reduce_output=32, reduced_after=0)),
     # until the all-reduce is over
-    "wider reduction in a group": (
-        dict(g=2, unit=IN_BF16, job=replace(job_of(), precision=WIDE_REDUCTION)),
-        dict(gradients_after=32, reduce_output=64, reduced_after=64),
-    ),
+    "wider reduction in a group": (dict(g=2, unit=IN_BF16, job=replace(job_of(), precision=WIDE_REDUCTION)),
+        dict(gradients_after=32, reduce_output=64, reduced_after=64)),
     "frozen parameters are only gathered": (
         dict(g=4, unit=FROZEN, **HOLDING),
         dict(parameters=32, gathered=128, optimizer=16, gradients_held=32, gradients_settled=8 - 32, reduce_input=32,
-             reduce_tail=32),
+            reduce_tail=32),
     ),
     "frozen after the last gradient": (dict(g=2, unit=unit_of(parameter("w", 8, 3), *FROZEN.parameters[:1])),
-                                       dict(last_gradient=96)),
+        dict(last_gradient=96)),
     # autograd adds to what is held
     "whole gradients held": (
         dict(g=4, **HOLDING),
         dict(gradients_held=128, gradients_after=0, gradients_settled=32 - 128, unsharded_gradients=0,
-             held=32 + 64 + 128),
+            held=32 + 64 + 128),
     ),
     "whole gradients held: the last is among them": (dict(g=2, **HOLDING), dict(last_gradient=0)),
     "whole gradients held of the root": (dict(g=2, unit=ROOT, **HOLDING), dict(last_gradient=96)),
-    "reduced in every micro-step": (
-        dict(g=4, **ACCUMULATING),
-        dict(gradients_held=32, gradients_after=0, gradients_settled=0, unsharded_gradients=128, reduce_output=32),
-    ),
+    "reduced in every micro-step": (dict(g=4, **ACCUMULATING),
+        dict(gradients_held=32, gradients_after=0, gradients_settled=0, unsharded_gradients=128, reduce_output=32)),
     "states of SGD": (dict(g=2, job=job_of(states=0)), dict(optimizer=0)),
     "states of momentum": (dict(g=2, job=job_of(states=1)), dict(optimizer=64)),
     # shards of 24 and 8 bytes; the loop takes two of the larger
     "scratch of foreach": (dict(g=4, job=job_of(step=OptimizerStep.FOREACH)), dict(step_scratch=32)),
     "scratch of a loop": (dict(g=4, job=job_of(step=OptimizerStep.FOR_LOOP)), dict(step_scratch=48)),
-    "host: one process gathers what lies there": (
-        dict(g=1, world_size=1, **AWAY), dict(gathered=128, gather_buffer=0, reduce_input=128, host=576),
-    ),
-    "host: one process holds whole gradients": (
-        dict(g=1, world_size=1, **AWAY, **HOLDING), dict(gradients_held=128, gradients_after=0, gradients_settled=-128,
-                                                         reduce_tail=128),
-    ),
-    "host: replicas keep no more than they held": (
-        dict(g=1, **AWAY, **HOLDING), dict(gradients_held=128, reduced_after=0, gradients_settled=0),
-    ),
+    "host: one process gathers what lies there": (dict(g=1, world_size=1, **AWAY),
+        dict(gathered=128, gather_buffer=0, reduce_input=128, host=576)),
+    "host: one process holds whole gradients": (dict(g=1, world_size=1, **AWAY, **HOLDING),
+        dict(gradients_held=128, gradients_after=0, gradients_settled=-128, reduce_tail=128)),
+    "host: replicas keep no more than they held": (dict(g=1, **AWAY, **HOLDING),
+        dict(gradients_held=128, reduced_after=0, gradients_settled=0)),
     "host: replicas that accumulate": (dict(g=1, **AWAY, **ACCUMULATING), dict(reduced_after=128)),
     "host: a gradient comes before it is added": (dict(g=4, **AWAY, **ACCUMULATING), dict(host_moment=24)),
     "host: nothing to add to": (dict(g=4, **AWAY), dict(host_moment=0)),
@@ -196,13 +183,10 @@ def test_unit_bytes_on_host_leave_the_device_whole(g, pinned):
     assert terms(g, on_host=True, job=job_of(step=OptimizerStep.FOREACH)).step_scratch == 0, "the host takes the step"
 
 
-@pytest.mark.parametrize(
-    ("shape", "ranks", "dim"),
-    [
-        ((8, 6, 4), 8, 0), ((8, 6, 4), 16, 0), ((8, 32, 4), 16, 1), ((8, 6, 32), 16, 2), ((8, 32, 4), 1, 0),
-        ((60, 64, 4), 64, 0), ((10, 8, 4), 8, 1), ((2, 32), 16, 0), ((1, 1, 32), 16, 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("shape", "ranks", "dim"), [
+    ((8, 6, 4), 8, 0), ((8, 6, 4), 16, 0), ((8, 32, 4), 16, 1), ((8, 6, 32), 16, 2), ((8, 32, 4), 1, 0),
+    ((60, 64, 4), 64, 0), ((10, 8, 4), 8, 1), ((2, 32), 16, 0), ((1, 1, 32), 16, 2),
+])  # fmt: skip
 def test_stacks_are_sharded_along_the_dimension_with_little_padding(shape, ranks, dim):
     assert shard_dim(shape, ranks) == dim
     padded = -(-shape[dim] // ranks) * ranks
@@ -216,15 +200,12 @@ def test_scalars_stay_whole_and_shared_gradients_are_merged():
     assert [merged_gradients(unit, job_of(precision)) for unit, precision in asked] == [96, 48, 0, 128]
 
 
-@pytest.mark.parametrize(
-    ("span", "fixed", "wanted"),
-    [
-        (GatherSpan.STEP, None, [(1, False), (4, False)]), (GatherSpan.STEP, True, [(1, False), (4, False)]),
-        (GatherSpan.CALLS, None, [(1, True), (4, True)]), (GatherSpan.USE, None,
-                                                           [(1, True), (1, False), (4, True), (4, False)]),
-        (GatherSpan.USE, False, [(1, False), (4, False)]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("span", "fixed", "wanted"), [
+    (GatherSpan.STEP, None, [(1, False), (4, False)]), (GatherSpan.STEP, True, [(1, False), (4, False)]),
+    (GatherSpan.CALLS, None, [(1, True), (4, True)]),
+    (GatherSpan.USE, None, [(1, True), (1, False), (4, True), (4, False)]),
+    (GatherSpan.USE, False, [(1, False), (4, False)]),
+])  # fmt: skip
 def test_layouts_keep_what_stays_gathered_free_repeated_calls(span, fixed, wanted):
     found = layouts_for(span, (1, 4), reshard_after_forward=fixed)
     assert [(c.shard_size, c.reshard_after_forward) for c in found] == wanted
@@ -248,48 +229,38 @@ COPY = 2 * 128 / 1e6
 OVERHEAD = FsdpOverhead(
     gather=WorkTime(call_s=1.0, tensor_s=0.1, seconds_per_byte=0.001),
     reduce=WorkTime(call_s=2.0, tensor_s=0.2, seconds_per_byte=0.002),
-    updates={
-        OptimizerStep.FUSED: WorkTime(tensor_s=0.3, seconds_per_byte=0.003),
-        OptimizerStep.FOREACH: WorkTime(tensor_s=0.4),
-        OptimizerStep.FOR_LOOP: WorkTime(tensor_s=0.5),
-    },
-)
+    updates={OptimizerStep.FUSED: WorkTime(tensor_s=0.3, seconds_per_byte=0.003),
+        OptimizerStep.FOREACH: WorkTime(tensor_s=0.4), OptimizerStep.FOR_LOOP: WorkTime(tensor_s=0.5)},
+)  # fmt: skip
 MEASURED = machine(fsdp_overhead=OVERHEAD, backend=Backend.GLOO)
 GATHER_S, REDUCE_S = 1 + 0.2 + 0.160, 2 + 0.4 + 0.256
 """2 tensors; 128 bytes out of the buffer, 32 into it; 128 of gradients."""
 TIMES = {
     # parameter and two states both ways, the gradient read
     "sharded": (dict(g=4), dict(all_reduce=0, copy_forward=COPY, copy_backward=2 * COPY, optimizer=7 * 32 / 1e6)),
-    "replicated": (
-        dict(g=1), dict(gather_forward=0, gather_backward=0, reduce_scatter=0, copy_backward=3 * COPY,
-                        optimizer=7 * 128 / 1e6),
-    ),
-    "a stack along another dimension is copied once more": (
-        dict(g=4, unit=STACK), dict(copy_forward=2 * (224 + 192) / 1e6, copy_backward=4 * (224 + 192) / 1e6),
-    ),
+    "replicated": (dict(g=1),
+        dict(gather_forward=0, gather_backward=0, reduce_scatter=0, copy_backward=3 * COPY, optimizer=7 * 128 / 1e6)),
+    "a stack along another dimension is copied once more": (dict(g=4, unit=STACK),
+        dict(copy_forward=2 * (224 + 192) / 1e6, copy_backward=4 * (224 + 192) / 1e6)),
     "kept: no second gather, nor its copy": (dict(g=4, keep=True),
-                                             dict(gather_backward=0, copy_forward=COPY, copy_backward=COPY)),
-    "one process: the update alone": (
-        dict(g=1, hardware=machine(1)), dict.fromkeys(UnitSeconds.__slots__, 0) | {"optimizer": 7 * 128 / 1e6},
-    ),
-    "measured": (dict(g=4, hardware=MEASURED), dict(copy_forward=GATHER_S, copy_backward=GATHER_S + REDUCE_S,
-                                                    optimizer=0.6 + 0.003 * 32)),
+        dict(gather_backward=0, copy_forward=COPY, copy_backward=COPY)),
+    "one process: the update alone": (dict(g=1, hardware=machine(1)),
+        dict.fromkeys(UnitSeconds.__slots__, 0) | {"optimizer": 7 * 128 / 1e6}),
+    "measured": (dict(g=4, hardware=MEASURED),
+        dict(copy_forward=GATHER_S, copy_backward=GATHER_S + REDUCE_S, optimizer=0.6 + 0.003 * 32)),
     "measured, kept": (dict(g=4, keep=True, hardware=MEASURED), dict(copy_backward=REDUCE_S)),
     # gradients are copied twice
-    "measured, replicated": (dict(g=1, hardware=MEASURED), dict(copy_forward=1.328,
-                                                                copy_backward=1.328 + 2 + 0.4 + 2 * 0.256)),
+    "measured, replicated": (dict(g=1, hardware=MEASURED),
+        dict(copy_forward=1.328, copy_backward=1.328 + 2 + 0.4 + 2 * 0.256)),
     "measured, a loop": (dict(g=4, hardware=MEASURED, job=job_of(step=OptimizerStep.FOR_LOOP)), dict(optimizer=1.0)),
     "measured, SGD": (dict(g=4, hardware=MEASURED, job=job_of(states=0, step=OptimizerStep.FOREACH)),
-                      dict(optimizer=0.8 * 3 / 7)),
-    "measured, one process": (
-        dict(g=1, hardware=machine(1, fsdp_overhead=OVERHEAD, backend=Backend.GLOO)),
-        dict(copy_forward=0, copy_backward=0, optimizer=0.6 + 0.003 * 128),
-    ),
-    "the host steps and clips": (
-        dict(g=4, on_host=True, hardware=machine(host=HOST), job=job_of(clips=True)), dict(optimizer=10 * 32 / 5e3),
-    ),
+        dict(optimizer=0.8 * 3 / 7)),
+    "measured, one process": (dict(g=1, hardware=machine(1, fsdp_overhead=OVERHEAD, backend=Backend.GLOO)),
+        dict(copy_forward=0, copy_backward=0, optimizer=0.6 + 0.003 * 128)),
+    "the host steps and clips": (dict(g=4, on_host=True, hardware=machine(host=HOST), job=job_of(clips=True)),
+        dict(optimizer=10 * 32 / 5e3)),
     "kept from the host: brought once": (dict(g=4, keep=True, on_host=True, hardware=machine(host=HOST)),
-                                         dict(gather_backward=0)),
+        dict(gather_backward=0)),
 }  # fmt: skip
 
 

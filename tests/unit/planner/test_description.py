@@ -58,14 +58,12 @@ HEAD = OperatorSplit(fqn="lm_head", slices=2)
 REFUSED = [
     *(("at least 2", lambda slices=slices: replace(HEAD, slices=slices)) for slices in (1, 0, -3)),
     ("'lm_head' is split 2 times", lambda: ModelSplit(sliced=(HEAD, replace(HEAD, slices=3)))),
-    (
-        "Parameter w has .* elements; it must have at most",
-        lambda: ParameterSpec(name="w", shape=(2**40, 2**40), dtype=DType.FLOAT32),
-    ),
+    ("Parameter w has .* elements; it must have at most",
+        lambda: ParameterSpec(name="w", shape=(2**40, 2**40), dtype=DType.FLOAT32)),
     ("Parameter w has a negative size", lambda: ParameterSpec(name="w", shape=(2, -1), dtype=DType.FLOAT32)),
     ("sequence_length=0 must be at least 1", lambda: replace(transformer(), sequence_length=0)),
     (r"Unit '\(root\)' is listed twice", lambda: replace(transformer(), units=transformer().units[:1] * 2)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("part", "make"), REFUSED)
@@ -74,21 +72,15 @@ def test_impossible_descriptions_and_splits_raise_value_error(part, make):
         make()
 
 
-@pytest.mark.parametrize(
-    ("part", "fields"),
-    [
-        *(("must lie between 0 and 1", {"budget": budget}) for budget in (0.0, 1.0, -0.1, float("nan"))),
-        ("without saved_calls", {"budget": 0.5, "saved_calls": ("addmm#0",)}),
-        (r"share=1\.5 of a recomputation must be from 0 to 1", {"share": 1.5}),
-        ("must be different calls of operators, such as 'addmm#0'", {"saved_calls": ("addmm",)}),
-        ("must be different calls", {"saved_calls": ("addmm#0", "addmm#0")}),
-        (
-            "'_to_copy#0', but outputs of casts and in-place operators cannot be saved",
-            {"saved_calls": ("_to_copy#0",)},
-        ),
-        ("'add_#1', but outputs of casts and in-place operators cannot be saved", {"saved_calls": ("mm#0", "add_#1")}),
-    ],
-)
+@pytest.mark.parametrize(("part", "fields"), [
+    *(("must lie between 0 and 1", {"budget": budget}) for budget in (0.0, 1.0, -0.1, float("nan"))),
+    ("without saved_calls", {"budget": 0.5, "saved_calls": ("addmm#0",)}),
+    (r"share=1\.5 of a recomputation must be from 0 to 1", {"share": 1.5}),
+    ("must be different calls of operators, such as 'addmm#0'", {"saved_calls": ("addmm",)}),
+    ("must be different calls", {"saved_calls": ("addmm#0", "addmm#0")}),
+    ("'_to_copy#0', but outputs of casts and in-place operators cannot be saved", {"saved_calls": ("_to_copy#0",)}),
+    ("'add_#1', but outputs of casts and in-place operators cannot be saved", {"saved_calls": ("mm#0", "add_#1")}),
+])  # fmt: skip
 def test_impossible_recomputations_raise_value_error(part, fields):
     with pytest.raises(ValueError, match=part):
         Recomputation(**fields)
@@ -99,6 +91,5 @@ def test_recomputation_is_described_by_what_it_saves():
     named, many = (replace(two, names=names) for names in (("c_attn", "attention"), tuple("abcdef")))
     assert [one.describe() for one in (Recomputation(), Recomputation(budget=0.53, share=0.25), two, named, many)] == [
         "recompute", "recompute 0.25: budget 0.53", "recompute 0.4: saves 2 operators",
-        "recompute 0.4: saves c_attn, attention",
-        "recompute 0.4: saves a, b, c, d and 2 more",
+        "recompute 0.4: saves c_attn, attention", "recompute 0.4: saves a, b, c, d and 2 more",
     ]  # fmt: skip

@@ -50,25 +50,19 @@ def estimate(description, g, *, world_size=4, job=JOB, batch=ONCE, **chosen) -> 
 
 PEAKS = {
     # parameter and two states, cut in 4; b3 is gathered ahead, into a buffer of P bytes
-    "activations dominate: at the head": (
-        blocks(saved=10**6, head_workspace=10**5, head_saved=10**5),
-        dict(g=4), ("backward", "(root)"), LAYERS * 3 * P // 4 + LAYERS * 10**6 + 2 * 10**5 + P,
-    ),
+    "activations dominate: at the head": (blocks(saved=10**6, head_workspace=10**5, head_saved=10**5), dict(g=4),
+        ("backward", "(root)"), LAYERS * 3 * P // 4 + LAYERS * 10**6 + 2 * 10**5 + P),
     # all parameters, the gradients of b1..b3, b0 gathered, and the buffer in which b1 is reduced
-    "gradients dominate: in the block that runs last": (
-        blocks(), dict(g=1, job=NO_STATES), ("backward: gather", "b0"), LAYERS * P + (LAYERS - 1) * P + P + P,
-    ),
+    "gradients dominate: in the block that runs last": (blocks(), dict(g=1, job=NO_STATES), ("backward: gather", "b0"),
+        LAYERS * P + (LAYERS - 1) * P + P + P),
     # parameters and gradients, one block gathered, and the buffer in which the one after it is reduced
-    "whole gradients that are held are all there": (
-        blocks(), dict(g=1, job=NO_STATES, batch=TWICE, reduce_every_micro_step=False), ("backward: gather", "b2"),
-        2 * LAYERS * P + P + P,
-    ),
+    "whole gradients that are held are all there": (blocks(),
+        dict(g=1, job=NO_STATES, batch=TWICE, reduce_every_micro_step=False), ("backward: gather", "b2"),
+        2 * LAYERS * P + P + P),
     # b1: its only gradient and the buffer in which it is reduced, and the buffer of b0, gathered ahead; then as much
     # again where b0 is copied out: gathered, its buffer, and the reduce buffer of b1 in flight
-    "full sharding of one block at a time": (
-        blocks(), dict(g=4, job=NO_STATES), ("backward: reduce", "b1"),
-        LAYERS * P // 4 + (LAYERS - 1) * P // 4 + P + P + P,
-    ),
+    "full sharding of one block at a time": (blocks(), dict(g=4, job=NO_STATES), ("backward: reduce", "b1"),
+        LAYERS * P // 4 + (LAYERS - 1) * P // 4 + P + P + P),
 }  # fmt: skip
 
 

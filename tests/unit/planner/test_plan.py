@@ -15,23 +15,15 @@ from tests.helpers.descriptions import transformer
 
 DESCRIPTION = transformer(layers=3)
 PLAN = Plan(
-    world_size=4,
-    strategy="osdp",
+    world_size=4, strategy="osdp",
     units=tuple(
         UnitDecision(fqn=unit.fqn, shard_size=size, reshard_after_forward=size != 2, reduce_every_micro_step=False)
         for unit, size in zip(DESCRIPTION.units, (1, 4, 2, 4, 1), strict=True)
     ),
-    micro_batch_size=2,
-    accumulation_steps=3,
-    model_fingerprint=DESCRIPTION.fingerprint,
-    model_name="transformer",
-    sequence_length=32,
-    memory_limit_bytes=10**9,
-    peak_bytes=10**8,
-    step_s=0.25,
-    proven_optimal=True,
+    micro_batch_size=2, accumulation_steps=3, model_fingerprint=DESCRIPTION.fingerprint, model_name="transformer",
+    sequence_length=32, memory_limit_bytes=10**9, peak_bytes=10**8, step_s=0.25, proven_optimal=True,
     hardware="4 x toy (nccl)",
-)
+)  # fmt: skip
 
 
 def without(name: str) -> str:
@@ -69,21 +61,12 @@ def test_json_has_decisions_by_unit_and_needs_no_fingerprint():
 
 
 DIFFERENT = [
-    unit_changed(0, shard_size=2),
-    unit_changed(3, reshard_after_forward=False),
-    unit_changed(4, fqn="other"),
-    replace(PLAN, units=PLAN.units[:-1]),
-    replace(PLAN, micro_batch_size=3),
-    replace(PLAN, accumulation_steps=2),
-    replace(PLAN, world_size=8),
-    replace(PLAN, model_fingerprint="0"),
-    replace(PLAN, split=ModelSplit(operators=True)),
-    unit_changed(3, reduce_every_micro_step=True),
-    unit_changed(3, activations=Activations.RECOMPUTE),
-    unit_changed(3, on_host=True),
-    replace(PLAN, compiled_classes=("Block",)),
-    unit_changed(3, stage_size=2),
-]
+    unit_changed(0, shard_size=2), unit_changed(3, reshard_after_forward=False), unit_changed(4, fqn="other"),
+    replace(PLAN, units=PLAN.units[:-1]), replace(PLAN, micro_batch_size=3), replace(PLAN, accumulation_steps=2),
+    replace(PLAN, world_size=8), replace(PLAN, model_fingerprint="0"), replace(PLAN, split=ModelSplit(operators=True)),
+    unit_changed(3, reduce_every_micro_step=True), unit_changed(3, activations=Activations.RECOMPUTE),
+    unit_changed(3, on_host=True), replace(PLAN, compiled_classes=("Block",)), unit_changed(3, stage_size=2),
+]  # fmt: skip
 
 
 def test_fingerprint_tells_every_decision_and_nothing_else():
@@ -93,22 +76,18 @@ def test_fingerprint_tells_every_decision_and_nothing_else():
     assert same.fingerprint == PLAN.fingerprint
 
 
-@pytest.mark.parametrize(
-    ("layout", "text"),
-    [
-        (dict(shard_size=1), "replicate"),
-        (dict(shard_size=2), "shard 2 x replicate 4"),
-        (dict(shard_size=8, reshard_after_forward=False), "shard 8, keep"),
-        (dict(shard_size=8, stage_size=2), "shard 8 in 2 stages (4 x 2)"),
-        (dict(shard_size=4, stage_size=2), "shard 4 x replicate 2 in 2 stages (2 x 2)"),
-        (
-            dict(shard_size=8, reshard_after_forward=False, reduce_every_micro_step=False,
-                 activations=Activations.RECOMPUTE, on_host=True),
-            "shard 8, keep, hold gradients, recompute, on host",
-        ),
-        (dict(shard_size=1, activations=Activations.RECOMPUTE_OFFLOAD), "replicate, recompute, offload activations"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("layout", "text"), [
+    (dict(shard_size=1), "replicate"), (dict(shard_size=2), "shard 2 x replicate 4"),
+    (dict(shard_size=8, reshard_after_forward=False), "shard 8, keep"),
+    (dict(shard_size=8, stage_size=2), "shard 8 in 2 stages (4 x 2)"),
+    (dict(shard_size=4, stage_size=2), "shard 4 x replicate 2 in 2 stages (2 x 2)"),
+    (
+        dict(shard_size=8, reshard_after_forward=False, reduce_every_micro_step=False,
+            activations=Activations.RECOMPUTE, on_host=True),
+        "shard 8, keep, hold gradients, recompute, on host",
+    ),
+    (dict(shard_size=1, activations=Activations.RECOMPUTE_OFFLOAD), "replicate, recompute, offload activations"),
+])  # fmt: skip
 def test_describe_names_what_differs_from_the_default(layout, text):
     assert UnitLayout(**{"reshard_after_forward": True, **layout}).describe(8) == text
 
@@ -128,13 +107,10 @@ def test_plan_of_layouts_decides_unit_by_unit():
 
 NAMES = ("", "model.embed_tokens+lm_head", "model.layers.0", "model.layers.1", "score")
 EXPORTED = Plan(
-    world_size=4,
-    strategy="osdp",
+    world_size=4, strategy="osdp",
     units=tuple(UnitDecision(fqn=fqn, shard_size=2, reshard_after_forward="layers" in fqn) for fqn in NAMES),
-    micro_batch_size=1,
-    accumulation_steps=2,
-    model_fingerprint="f",
-)
+    micro_batch_size=1, accumulation_steps=2, model_fingerprint="f",
+)  # fmt: skip
 
 
 def with_block(**values: Any) -> Plan:

@@ -27,13 +27,11 @@ def times_of(description: ModelDescription, index: int, *points: tuple[int, floa
     segment = description.segments[index]
     unit = description.units[segment.unit]
     return SegmentTimes(
-        class_name=unit.class_name,
-        parameter_shapes=tuple(p.shape for p in unit.parameters),
-        sequence_length=description.sequence_length,
-        compute_dtype=description.compute_dtype,
+        class_name=unit.class_name, parameter_shapes=tuple(p.shape for p in unit.parameters),
+        sequence_length=description.sequence_length, compute_dtype=description.compute_dtype,
         work=SegmentWork.of(segment),
         points=tuple(TimePoint(samples=b, forward_s=f, backward_s=r) for b, f, r in points),
-    )
+    )  # fmt: skip
 
 
 def profile_of(description: ModelDescription = DESCRIPTION) -> Profile:

@@ -16,7 +16,6 @@ from hf_osdp.quantities import format_bytes
 from tests.helpers.descriptions import at_random, transformer, ways
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem
-from tests.oracle.test_brute_force import instance
 
 MODEL = transformer(layers=2)
 JOB = TrainingJob(global_batch_size=16)
@@ -152,25 +151,6 @@ def test_search_refuses_a_freed_unit_that_runs_twice():
     for run in (search, search_or_floor, least_memory):
         with pytest.raises(OSDPError, match="Unit 'b0' runs more than once in a forward pass"):
             run(problem(replace(model, segments=(*model.segments, block)), machine(1, 2), JOB))
-
-
-@pytest.mark.parametrize("seed", [14, 50, 289])
-def test_least_memory_is_of_best_batch_not_lowest_floor(seed):
-    """Instances whose batch of the lowest floor is not that of least memory, in the last one not the second either."""
-    model, hardware, job, _ = instance(seed)
-    jobs = [replace(job, micro_batch_size=size) for size in job.micro_batch_sizes(hardware.world_size)]
-    of_batch = [least_memory(problem(model, hardware, one)) for one in jobs]
-    assert least_memory(problem(model, hardware, job)) == min(of_batch) < max(of_batch)
-
-
-@pytest.mark.parametrize("seed", [211, 241])
-def test_least_memory_is_of_a_plan_fitting_the_host(seed):
-    """Instances whose most frugal choices take more of the host's memory than there is."""
-    model, hardware, job, _ = instance(seed)
-    least = least_memory(problem(model, hardware, job))
-    assert hardware.limit_for(search(problem(model, hardware, job, least)).plan.peak_bytes) == least
-    with pytest.raises(InfeasibleError):
-        search(problem(model, hardware, job, least - 1))
 
 
 @pytest.mark.parametrize("share", [1, 0.9])

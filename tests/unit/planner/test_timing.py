@@ -37,35 +37,27 @@ AWAITED = HostTransfer(out=6.0, back_before=5.0, traffic=0.125)
 EXPOSED = {
     "no window": (dict(), 4 + 4 + 3 + 2),
     "some windows": (dict(forward=1.0, backward=2.5), (4 - 1) + (4 + 3 + 2 - 2.5)),
-    "wide windows": (dict(forward=100.0, backward=100.0), 0),
-    "accumulation": (dict(batch=FIVE), 5 * (4 + 4 + 3) + 2),  # one all-reduce between replicas
+    "wide windows": (dict(forward=100.0, backward=100.0), 0), "accumulation": (dict(batch=FIVE), 5 * (4 + 4 + 3) + 2),
+    # one all-reduce between replicas
     "accumulation of whole gradients": (dict(batch=FIVE, layout=HOLDING), 5 * (4 + 4) + 3 + 2),
-    "a window in each micro-step": (
-        dict(batch=FIVE, backward=8.0),
-        5 * 4 + 0 * 4 + 1,
-    ),  # 4 + 3 fit beside 8, with 2 more not
+    "a window in each micro-step": (dict(batch=FIVE, backward=8.0), 5 * 4 + 0 * 4 + 1),
+    # 4 + 3 fit beside 8, with 2 more not
     "a window of whole gradients": (dict(batch=FIVE, layout=HOLDING, backward=3.0), 5 * 4 + 4 * 1 + (4 + 3 + 2 - 3)),
     "transfer without windows": (dict(transfer=TRANSFER), (4 + 6) + (4 + 3 + 2) + 5),
     "awaited transfer without windows": (dict(transfer=AWAITED), (4 + 6) + (4 + 3 + 2) + 5),
     "the way out shares forward with the gather": (dict(transfer=TRANSFER, forward=7.0, backward=100.0), 4 + 6 - 7),
     "which hides both": (dict(transfer=TRANSFER, forward=10.0, backward=100.0), 0),
-    "the way back shares backward with gather and reduction": (
-        dict(transfer=TRANSFER, forward=100.0, backward=13.0),
-        5 + (4 + 3 + 2) - 13,
-    ),
+    "the way back shares backward with gather and reduction": (dict(transfer=TRANSFER, forward=100.0, backward=13.0),
+        5 + (4 + 3 + 2) - 13),
     "recomputation waits for its input": (dict(transfer=AWAITED, forward=100.0, backward=100.0), 5),
     "and hides the rest": (dict(transfer=AWAITED, forward=100.0, backward=8.0), 5 + (4 + 3 + 2 - 8)),
     # 5 + 4 + 3 fit beside 13
-    "a transfer in each micro-step": (
-        dict(transfer=TRANSFER, batch=FIVE, forward=7.0, backward=13.0),
-        5 * (4 + 6 - 7) + (5 + 4 + 3 + 2 - 13),
-    ),
+    "a transfer in each micro-step": (dict(transfer=TRANSFER, batch=FIVE, forward=7.0, backward=13.0),
+        5 * (4 + 6 - 7) + (5 + 4 + 3 + 2 - 13)),
     "an awaited transfer in each": (dict(transfer=AWAITED, batch=FIVE, forward=100.0, backward=100.0), 5 * 5),
-    "calls after the first: gathered, not reduced": (
-        dict(forward=4.0, backward=9.0, later=(Windows(forward=1.0),)),
-        3 + 4,
-    ),
-}
+    "calls after the first: gathered, not reduced": (dict(forward=4.0, backward=9.0, later=(Windows(forward=1.0),)),
+        3 + 4),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("asked", "exposed_s"), EXPOSED.values(), ids=EXPOSED)

@@ -60,13 +60,10 @@ def test_infeasible_error_names_element_wise_optimizers():
         search(problem(model, devices(), job, limit))
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "nbytes"),
-    [
-        ((8, 6), DType.FLOAT32, 4 * 14), ((8, 6, 4), DType.BFLOAT16, 4 * (48 + 32)), ((8, 6), DType.FLOAT64, 8 * 14),
-        ((7,), DType.BFLOAT16, 4 * 7), ((), DType.FLOAT32, 4), ((0, 3), DType.FLOAT32, 0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("shape", "dtype", "nbytes"), [
+    ((8, 6), DType.FLOAT32, 4 * 14), ((8, 6, 4), DType.BFLOAT16, 4 * (48 + 32)), ((8, 6), DType.FLOAT64, 8 * 14),
+    ((7,), DType.BFLOAT16, 4 * 7), ((), DType.FLOAT32, 4), ((0, 3), DType.FLOAT32, 0),
+])  # fmt: skip
 def test_factored_states_take_a_row_and_a_column(shape, dtype, nbytes):
     parameter = ParameterSpec(name="p", shape=shape, dtype=dtype)
     assert ADAFACTOR.state_bytes(parameter, 1) == ADAFACTOR.saved_bytes(parameter) == nbytes

@@ -25,10 +25,7 @@ HIDDEN, LENGTH, SAMPLES = 256, 128, 4
 NO_DROPOUT = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
 GPT2 = {"n_embd": HIDDEN, "n_head": 4, "n_layer": 2, "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
 LLAMA = {"hidden_size": HIDDEN, "intermediate_size": 3 * HIDDEN, "num_attention_heads": 4, "num_key_value_heads": 2}
-CONFIGS = {
-    "gpt2": GPT2Config(**GPT2, **NO_DROPOUT),
-    "llama": LlamaConfig(**LLAMA, num_hidden_layers=2, vocab_size=64),
-}
+CONFIGS = {"gpt2": GPT2Config(**GPT2, **NO_DROPOUT), "llama": LlamaConfig(**LLAMA, num_hidden_layers=2, vocab_size=64)}
 WAYS = {1.0: None, 0.53: Recomputation(budget=0.53), 0.0: Recomputation()}
 
 

@@ -25,43 +25,30 @@ def call(dtype=BF16, *, groups=8, size=64, length=128, values=None, **facts) -> 
 
 RULES = [
     # half precision: cuDNN first on Hopper, flash on Ampere, neither before
-    (call(), H100, Kernel.CUDNN),
-    (call(), A100, Kernel.FLASH),
-    (call(FP16), V100, Kernel.EFFICIENT),
-    (call(), V100, Kernel.MATH),
-    (call(is_causal=True, **GROUPED), H100, Kernel.CUDNN),
+    (call(), H100, Kernel.CUDNN), (call(), A100, Kernel.FLASH), (call(FP16), V100, Kernel.EFFICIENT),
+    (call(), V100, Kernel.MATH), (call(is_causal=True, **GROUPED), H100, Kernel.CUDNN),
     (call(is_causal=True, **GROUPED), A100, Kernel.FLASH),
     # float32 and float64
-    (call(FP32), H100, Kernel.EFFICIENT),
-    (call(FP32, **GROUPED), H100, Kernel.MATH),
-    (call(FP32, enable_gqa=True), H100, Kernel.EFFICIENT),
-    (call(torch.float64), H100, Kernel.MATH),
+    (call(FP32), H100, Kernel.EFFICIENT), (call(FP32, **GROUPED), H100, Kernel.MATH),
+    (call(FP32, enable_gqa=True), H100, Kernel.EFFICIENT), (call(torch.float64), H100, Kernel.MATH),
     # masks
-    (call(has_mask=True), H100, Kernel.CUDNN),
-    (call(has_mask=True), A100, Kernel.EFFICIENT),
-    (call(has_mask=True, **GROUPED), A100, Kernel.MATH),
-    (call(is_causal=True, length=64), A100, Kernel.EFFICIENT),
+    (call(has_mask=True), H100, Kernel.CUDNN), (call(has_mask=True), A100, Kernel.EFFICIENT),
+    (call(has_mask=True, **GROUPED), A100, Kernel.MATH), (call(is_causal=True, length=64), A100, Kernel.EFFICIENT),
     # dropout: cuDNN takes sixteenths alone
-    (call(dropout=0.1), H100, Kernel.FLASH),
-    (call(dropout=0.125), H100, Kernel.CUDNN),
+    (call(dropout=0.1), H100, Kernel.FLASH), (call(dropout=0.125), H100, Kernel.CUDNN),
     (call(dropout=0.1, has_mask=True), H100, Kernel.EFFICIENT),
     # head sizes
-    (call(size=256), H100, Kernel.FLASH),
-    (call(size=256), RTX_3090, Kernel.FLASH),
+    (call(size=256), H100, Kernel.FLASH), (call(size=256), RTX_3090, Kernel.FLASH),
     (call(size=256, dropout=0.1), RTX_3090, Kernel.EFFICIENT),
     (call(size=256, dropout=0.1, requires_grad=False), RTX_3090, Kernel.FLASH),
-    (call(size=224), RTX_3090, Kernel.EFFICIENT),
-    (call(size=288), A100, Kernel.EFFICIENT),
-    (call(size=288, **GROUPED), A100, Kernel.MATH),
-    (call(size=60), A100, Kernel.FLASH),
-    (call(size=60, has_mask=True), A100, Kernel.MATH),
-    (call(size=192, values=128), A100, Kernel.EFFICIENT),
-    (call(FP32, size=18), A100, Kernel.MATH),
-    (call(FP32, size=18), V100, Kernel.EFFICIENT),
+    (call(size=224), RTX_3090, Kernel.EFFICIENT), (call(size=288), A100, Kernel.EFFICIENT),
+    (call(size=288, **GROUPED), A100, Kernel.MATH), (call(size=60), A100, Kernel.FLASH),
+    (call(size=60, has_mask=True), A100, Kernel.MATH), (call(size=192, values=128), A100, Kernel.EFFICIENT),
+    (call(FP32, size=18), A100, Kernel.MATH), (call(FP32, size=18), V100, Kernel.EFFICIENT),
     # layouts
     (call(inner_strides_are_one=False), A100, Kernel.MATH),
     (AttentionCall(dtype=BF16, query=(8, 128, 64), key=(8, 128, 64), value=(8, 128, 64)), A100, Kernel.MATH),
-]
+]  # fmt: skip
 
 
 def test_attention_kernel_follows_torchs_checks(monkeypatch):

@@ -25,8 +25,7 @@ from tests.helpers.sampling import slow_but
 
 DEFAULT_CLASS = [
     "GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration", "BartForConditionalGeneration",
-    "LlamaForCausalLM",
-    "ViTForImageClassification", "WhisperForConditionalGeneration",
+    "LlamaForCausalLM", "ViTForImageClassification", "WhisperForConditionalGeneration",
 ]  # fmt: skip
 TRACED = [
     *DEFAULT_CLASS, "BertForSequenceClassification", "MixtralForCausalLM", "Qwen2ForCausalLM", "OPTForCausalLM",
@@ -47,14 +46,11 @@ def test_class_is_found_from_the_configuration(configuration):
     ("name", "device_type"),
     slow_but(
         [*((name, "cpu") for name in TRACED), *((name, "cuda") for name in TRACED_AS_CUDA)],
-        daily=[
-            ("MixtralForCausalLM", "cuda"),
-            ("BertForMaskedLM", "cuda"),
+        daily=[("MixtralForCausalLM", "cuda"), ("BertForMaskedLM", "cuda"),
             *((name, "cpu") for name in ("BartForConditionalGeneration", "OPTForCausalLM", "LlamaForCausalLM")),
-            *((name, "cpu") for name in ("ViTForImageClassification", "WhisperForConditionalGeneration")),
-        ],
+            *((name, "cpu") for name in ("ViTForImageClassification", "WhisperForConditionalGeneration"))],
     ),
-)
+)  # fmt: skip
 def test_architectures_are_traced(meta_model, name, device_type):
     is_cuda = device_type == "cuda"
     description = describe(meta_model(name), sequence_length=16, device_type=device_type, recomputation=is_cuda)
@@ -107,15 +103,12 @@ def test_describe_refuses_more_tokens_than_positions(configuration, name, limit)
     describe(configuration(name), sequence_length=limit, recomputation=False)
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "options"),
-    [
-        (ValueError, "sequence_length=0 must be at least 1", {"sequence_length": 0}),
-        (DescriptionTimeoutError, "takes more than 0 s of CPU time at sequence_length=8", {"seconds": 0.01}),
-        (ValueError, "device_type='tpu' is not known; use cpu or cuda", {"device_type": "tpu"}),
-        (DescriptionError, "transformers has no class 'AutoModelForNo'", {"auto_class": "AutoModelForNo"}),
-    ],
-)
+@pytest.mark.parametrize(("error", "message", "options"), [
+    (ValueError, "sequence_length=0 must be at least 1", {"sequence_length": 0}),
+    (DescriptionTimeoutError, "takes more than 0 s of CPU time at sequence_length=8", {"seconds": 0.01}),
+    (ValueError, "device_type='tpu' is not known; use cpu or cuda", {"device_type": "tpu"}),
+    (DescriptionError, "transformers has no class 'AutoModelForNo'", {"auto_class": "AutoModelForNo"}),
+])  # fmt: skip
 def test_describe_refuses_bad_arguments(configuration, error, message, options):
     with pytest.raises(error, match=message):
         describe(configuration("GPT2LMHeadModel"), **{"sequence_length": 8, **options})

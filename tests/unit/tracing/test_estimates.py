@@ -73,11 +73,9 @@ def estimates(model: torch.nn.Module, autocast: bool, device_type: str) -> tuple
 
 @pytest.mark.parametrize(
     ("name", "autocast"),
-    slow_but(
-        [*((name, False) for name in SMALL), ("GPT2LMHeadModel", True), ("BertForMaskedLM", True)],
-        daily=[("GPT2LMHeadModel", True), ("LlamaForCausalLM", False)],
-    ),
-)
+    slow_but([*((name, False) for name in SMALL), ("GPT2LMHeadModel", True), ("BertForMaskedLM", True)],
+        daily=[("GPT2LMHeadModel", True), ("LlamaForCausalLM", False)]),
+)  # fmt: skip
 def test_estimate_is_what_a_real_step_holds(real_model, name, autocast):
     model = real_model(name, **SMALL[name]).train()
     model.config.use_cache = False

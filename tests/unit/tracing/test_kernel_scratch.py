@@ -20,23 +20,14 @@ def row_sum(rows: int, outputs: int, processors: Processors, dtype: torch.dtype 
     return 0 if scratch is None else scratch.growth.of_rows(scratch.rows)
 
 
-@pytest.mark.parametrize(
-    ("rows", "outputs", "dtype", "processors", "counted"),
-    [
-        (6304, 768, "bfloat16", H100, 38_928_408),
-        (6304, 3072, "bfloat16", A100, 108 * MIB),
-        (6304, 3072, "bfloat16", H100, 132 * MIB),
-        (2048, 4096, "float32", H100, 64 * MIB),
-        (16384, 16384, "bfloat16", A100, 128 * MIB),
-        (16384, 16384, "bfloat16", H100, 136 * MIB),
-        (8192, 1001, "bfloat16", H100, 2_178_304),
-        (8192, 768, "float64", H100, 96 * MIB),
-        (8192, 50, "float32", H100, 204_808),
-        (1021, 768, "bfloat16", H100, 6 * MIB),
-        (1020, 768, "bfloat16", H100, 0),
-        (512, 3072, "float32", H100, 0),
-    ],
-)
+@pytest.mark.parametrize(("rows", "outputs", "dtype", "processors", "counted"), [
+    (6304, 768, "bfloat16", H100, 38_928_408), (6304, 3072, "bfloat16", A100, 108 * MIB),
+    (6304, 3072, "bfloat16", H100, 132 * MIB), (2048, 4096, "float32", H100, 64 * MIB),
+    (16384, 16384, "bfloat16", A100, 128 * MIB), (16384, 16384, "bfloat16", H100, 136 * MIB),
+    (8192, 1001, "bfloat16", H100, 2_178_304), (8192, 768, "float64", H100, 96 * MIB),
+    (8192, 50, "float32", H100, 204_808), (1021, 768, "bfloat16", H100, 6 * MIB), (1020, 768, "bfloat16", H100, 0),
+    (512, 3072, "float32", H100, 0),
+])  # fmt: skip
 def test_row_sum_takes_the_buffer_that_the_allocator_counted(rows, outputs, dtype, processors, counted):
     found = row_sum(rows, outputs, processors, getattr(torch, dtype))
     assert 0.999 * counted <= found <= 1.07 * counted  # blocks are counted in whole numbers

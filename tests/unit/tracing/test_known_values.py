@@ -25,20 +25,12 @@ def ids():
         yield known.fakes_of(IDS, mode)
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        lambda x: x.nonzero(),
-        lambda x: x[x > 4],
-        lambda x: x.masked_select(x.eq(2)),
-        lambda x: torch.unique(x, return_counts=True)[1],
-        lambda x: torch.unique_consecutive(x.flatten()),
-        lambda x: torch.repeat_interleave(x[:, 0]),
-        lambda x: torch.where(x.eq(1))[1],
-        lambda x: x.flatten().bincount(),
-        lambda x: torch.ones(2, 4, 3)[x.eq(2)],
-    ],
-)
+@pytest.mark.parametrize("asked", [
+    lambda x: x.nonzero(), lambda x: x[x > 4], lambda x: x.masked_select(x.eq(2)),
+    lambda x: torch.unique(x, return_counts=True)[1], lambda x: torch.unique_consecutive(x.flatten()),
+    lambda x: torch.repeat_interleave(x[:, 0]), lambda x: torch.where(x.eq(1))[1], lambda x: x.flatten().bincount(),
+    lambda x: torch.ones(2, 4, 3)[x.eq(2)],
+])  # fmt: skip
 def test_shapes_that_depend_on_ids_are_the_real_ones(ids, asked):
     assert asked(ids).shape == asked(IDS.clone()).shape
 
@@ -49,18 +41,11 @@ def with_ends_masked(labels: torch.Tensor) -> torch.Tensor:
     return labels
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        lambda x: x.sum().item(),
-        lambda x: with_ends_masked(x).tolist(),
-        lambda x: bool((x == 7).any()),
-        lambda x: int(x.ne(1).sum(-1).max()),
-        lambda x: x.float().mean().item(),
-        lambda x: torch.equal(x, x.clone()),
-        lambda x: torch.zeros_like(x).add_(x).masked_fill_(x == 7, 0).sum().item(),
-    ],
-)
+@pytest.mark.parametrize("asked", [
+    lambda x: x.sum().item(), lambda x: with_ends_masked(x).tolist(), lambda x: bool((x == 7).any()),
+    lambda x: int(x.ne(1).sum(-1).max()), lambda x: x.float().mean().item(), lambda x: torch.equal(x, x.clone()),
+    lambda x: torch.zeros_like(x).add_(x).masked_fill_(x == 7, 0).sum().item(),
+])  # fmt: skip
 def test_numbers_that_are_asked_for_are_the_real_ones(ids, asked):
     assert asked(ids) == asked(IDS.clone())
 
@@ -101,16 +86,13 @@ _T5 = {"num_layers": 2, "d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16, "
 _LONGFORMER = {**_TEXT, "attention_window": 8, "pad_token_id": 1, "max_position_embeddings": 66}
 _WAV2VEC2 = {**_TEXT, "conv_dim": (32,) * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
 ASKING = {
-    "DebertaForSequenceClassification": (_TEXT, 16),
-    "DebertaV2ForSequenceClassification": (_TEXT, 16),
-    "BartForSequenceClassification": (_BART, 16),
-    "T5ForSequenceClassification": (_T5, 16),
+    "DebertaForSequenceClassification": (_TEXT, 16), "DebertaV2ForSequenceClassification": (_TEXT, 16),
+    "BartForSequenceClassification": (_BART, 16), "T5ForSequenceClassification": (_T5, 16),
     "LongformerForSequenceClassification": (_LONGFORMER, 32),
-    "LongformerForQuestionAnswering": ({**_LONGFORMER, "sep_token_id": 2}, 32),
-    "Wav2Vec2ForCTC": (_WAV2VEC2, 4000),
+    "LongformerForQuestionAnswering": ({**_LONGFORMER, "sep_token_id": 2}, 32), "Wav2Vec2ForCTC": (_WAV2VEC2, 4000),
     "Wav2Vec2ForSequenceClassification": (_WAV2VEC2, 4000),
     "CLIPModel": ({"text_config": _TEXT, "vision_config": _VISION}, 16),
-}
+}  # fmt: skip
 
 
 DAILY = ["DebertaV2ForSequenceClassification", "Wav2Vec2ForCTC", "CLIPModel"]

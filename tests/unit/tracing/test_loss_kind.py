@@ -27,23 +27,18 @@ def its_own(model, batch, items):
     return model(**batch, num_items_in_batch=items)
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes", "kind"),
-    [
-        ("LlamaForCausalLM", TEXT, LossKind.SHARE),
-        ("LlamaForCausalLM", {**TEXT, "dtype": torch.bfloat16}, LossKind.SHARE),
-        ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 100}, LossKind.SHARE),
-        ("MixtralForCausalLM", MOE, LossKind.SHARE),
-        ("MixtralForCausalLM", {**MOE, "output_router_logits": True}, LossKind.MIXED),
-        ("LlamaForSequenceClassification", {**TEXT, "pad_token_id": 0, "num_labels": 1}, LossKind.WHOLE),
-        ("BertForSequenceClassification", TEXT, LossKind.WHOLE),
-        ("BertForMaskedLM", TEXT, LossKind.WHOLE),
-        ("DistilBertForMaskedLM", DISTILBERT, LossKind.WHOLE),
-        ("T5ForConditionalGeneration", T5, LossKind.WHOLE),
-        ("BartForConditionalGeneration", {**BART, "vocab_size": 100}, LossKind.WHOLE),
-        ("Wav2Vec2ForCTC", SPEECH, LossKind.WHOLE),
-    ],
-)
+@pytest.mark.parametrize(("name", "sizes", "kind"), [
+    ("LlamaForCausalLM", TEXT, LossKind.SHARE),
+    ("LlamaForCausalLM", {**TEXT, "dtype": torch.bfloat16}, LossKind.SHARE),
+    ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 100}, LossKind.SHARE),
+    ("MixtralForCausalLM", MOE, LossKind.SHARE),
+    ("MixtralForCausalLM", {**MOE, "output_router_logits": True}, LossKind.MIXED),
+    ("LlamaForSequenceClassification", {**TEXT, "pad_token_id": 0, "num_labels": 1}, LossKind.WHOLE),
+    ("BertForSequenceClassification", TEXT, LossKind.WHOLE), ("BertForMaskedLM", TEXT, LossKind.WHOLE),
+    ("DistilBertForMaskedLM", DISTILBERT, LossKind.WHOLE), ("T5ForConditionalGeneration", T5, LossKind.WHOLE),
+    ("BartForConditionalGeneration", {**BART, "vocab_size": 100}, LossKind.WHOLE),
+    ("Wav2Vec2ForCTC", SPEECH, LossKind.WHOLE),
+])  # fmt: skip
 def test_find_loss_kind_of_models_of_transformers(name, sizes, kind):
     model = model_of(name, **sizes).to(sizes.get("dtype"))
     length = 800 if model.main_input_name == "input_values" else 16
@@ -100,15 +95,13 @@ LOSSES = {
     "divided": (lambda model, batch, items: summed(model, batch) / items, LossKind.SHARE),
     "divided by a number": (lambda model, batch, items: summed(model, batch) / items.item(), LossKind.SHARE),
     "divided before the sum": (lambda model, batch, items: (model(batch["input_ids"]).pow(2) / items).sum(),
-                               LossKind.SHARE),
+        LossKind.SHARE),
     "masked by a vmap": (lambda model, batch, items: masked(model, batch) / items, LossKind.SHARE),
     "a mean": (lambda model, batch, items: summed(model, batch) / batch["labels"].ne(-100).sum(), LossKind.WHOLE),
     "a mean divided": (lambda model, batch, items: summed(model, batch) / batch["labels"].numel() / items,
-                       LossKind.MIXED),
-    "divided, and a small mean": (
-        lambda model, batch, items: summed(model, batch) / items + 1e-4 * model(batch["input_ids"]).pow(2).mean(),
-        LossKind.MIXED,
-    ),
+        LossKind.MIXED),
+    "divided, and a small mean": (lambda model, batch,
+        items: summed(model, batch) / items + 1e-4 * model(batch["input_ids"]).pow(2).mean(), LossKind.MIXED),
     "divided by the root": (lambda model, batch, items: summed(model, batch) / items.sqrt(), LossKind.MIXED),
     "samples compared": (lambda model, batch, items: contrasted(model, batch) / items, LossKind.MIXED),
     "scaled by a weight": (lambda model, batch, items: summed(model, batch) / items * model.scale, LossKind.MIXED),

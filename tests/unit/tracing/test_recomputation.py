@@ -35,19 +35,13 @@ def call(name: str, *, flops: int = 0, traffic: int = 0, saved: int = 0, module:
 
 def test_ways_save_what_takes_most_time_for_its_bytes_first():
     calls = [
-        call("addmm#0", flops=20_000, saved=100, module="attn.qkv"),
-        call("mul#0", traffic=300, saved=100),
-        call("view#0"),
-        call("attention#0", flops=40_000, saved=100, module="attn"),
-        call("relu_#0", traffic=200),
-    ]
+        call("addmm#0", flops=20_000, saved=100, module="attn.qkv"), call("mul#0", traffic=300, saved=100),
+        call("view#0"), call("attention#0", flops=40_000, saved=100, module="attn"), call("relu_#0", traffic=200),
+    ]  # fmt: skip
     ways = recomputations(calls, 1000, "cpu")  # a byte moves in the time of 20 FLOPs
-    assert [way.saved_calls for way in ways] == [
-        (),
-        ("attention#0",),
-        ("addmm#0", "attention#0"),
-        ("addmm#0", "mul#0", "attention#0"),
-    ]
+    assert [
+        way.saved_calls for way in ways
+    ] == [(), ("attention#0",), ("addmm#0", "attention#0"), ("addmm#0", "mul#0", "attention#0")]  # fmt: skip
     assert [way.share for way in ways] == pytest.approx([1, 0.429, 0.143, 0.057], abs=1e-3)
     assert ways[2].names == ("qkv", "attention")
 
@@ -79,11 +73,9 @@ def test_corners_are_few_and_lie_below_their_neighbours_line(some, most):
 
 @pytest.mark.parametrize(
     ("name", "device_type"),
-    slow_but(
-        itertools.product(("gpt2", "gpt2 with dropout", "llama"), ("cpu", "cuda")),
-        daily=(("gpt2 with dropout", "cuda"), ("llama", "cpu")),
-    ),
-)
+    slow_but(itertools.product(("gpt2", "gpt2 with dropout", "llama"), ("cpu", "cuda")),
+        daily=(("gpt2 with dropout", "cuda"), ("llama", "cpu"))),
+)  # fmt: skip
 def test_each_way_beats_a_mix_of_its_neighbours(name, device_type):
     description = described(name, device_type)
     blocks = [segment for segment in description.segments if segment.recomputed]

@@ -22,13 +22,11 @@ TOKENS = 24
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 ARCHITECTURES = {
-    "GPT2LMHeadModel": NO_DROPOUT,
-    "BertForMaskedLM": {**BERT, "max_position_embeddings": TOKENS},
-    "LlamaForCausalLM": {},
-    "T5ForConditionalGeneration": {"dropout_rate": 0.0, "decoder_start_token_id": 0},
+    "GPT2LMHeadModel": NO_DROPOUT, "BertForMaskedLM": {**BERT, "max_position_embeddings": TOKENS},
+    "LlamaForCausalLM": {}, "T5ForConditionalGeneration": {"dropout_rate": 0.0, "decoder_start_token_id": 0},
     "BartForConditionalGeneration": {"dropout": 0.0, "max_position_embeddings": TOKENS},
     "ViTForImageClassification": {"hidden_dropout_prob": 0.0},
-}
+}  # fmt: skip
 
 
 def options_of(*, samples=(1, 2, 3), blocks=(), **run) -> TraceOptions:
@@ -68,11 +66,9 @@ def test_saved_bytes_of_a_block_are_what_autograd_keeps(real_model, samples, dro
 
 @pytest.mark.parametrize(
     ("name", "fused"),
-    slow_but(
-        [*((name, False) for name in ARCHITECTURES), ("GPT2LMHeadModel", True)],
-        daily=[("GPT2LMHeadModel", True), ("LlamaForCausalLM", False), ("T5ForConditionalGeneration", False)],
-    ),
-)
+    slow_but([*((name, False) for name in ARCHITECTURES), ("GPT2LMHeadModel", True)],
+        daily=[("GPT2LMHeadModel", True), ("LlamaForCausalLM", False), ("T5ForConditionalGeneration", False)]),
+)  # fmt: skip
 def test_reuse_of_equal_blocks_changes_nothing(meta_model, monkeypatch, name, fused):
     model = meta_model(name, **ARCHITECTURES[name])
     _, quick = segments_of(model, device_type="cuda" if fused else "cpu")
@@ -91,11 +87,8 @@ def test_reuse_of_equal_blocks_changes_nothing(meta_model, monkeypatch, name, fu
 
 @pytest.mark.parametrize(
     ("name", "fused"),
-    slow_but(
-        [(name, fused) for name in ARCHITECTURES for fused in (False, True)],
-        daily=[("GPT2LMHeadModel", True)],
-    ),
-)
+    slow_but([(name, fused) for name in ARCHITECTURES for fused in (False, True)], daily=[("GPT2LMHeadModel", True)]),
+)  # fmt: skip
 def test_repeated_operators_change_nothing(meta_model, monkeypatch, name, fused):
     model = meta_model(name, **ARCHITECTURES[name])
     units = find_units(model)
