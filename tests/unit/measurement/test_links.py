@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from hf_osdp.measurement import links, timing
-from hf_osdp.planner.affine import linear_fit
 from hf_osdp.planner.cost.collectives import collective_seconds, shard_ring
 from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming
 from hf_osdp.preparation.simulate import fake_process_group
@@ -132,10 +131,6 @@ def test_measure_collectives_sends_large_messages_where_time_suffices(monkeypatc
     _, sent, _ = emulated_measurement(monkeypatch, latency_s=1e-4, **network)
     assert all(sizes >= set(STANDARD) for sizes in sent)
     assert "seconds" in network or all(min(sizes) == STANDARD[0] for sizes in sent)
-
-
-def test_linear_fit_stays_physical_under_noise():
-    assert linear_fit([(1_000, 2e-3), (1_000_000, 1e-3)]) == pytest.approx((0.0, 1e-9))
 
 
 def test_measure_collectives_adds_wait_where_ranks_share_cores(monkeypatch):

@@ -10,6 +10,7 @@ from hf_osdp.modeling.split.apply import split_copy
 from hf_osdp.modeling.split.candidates import SHALLOW, possible_splits
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import DType, GatherSpan
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.search.compare import choose_description
 from hf_osdp.planner.search.search import fastest_without_limit, least_memory, search
 from hf_osdp.planner.split import WHOLE_BLOCKS, ModelSplit, OperatorSplit
@@ -88,6 +89,17 @@ def test_split_model_computes_the_same_in_smaller_units(llama, described):
     assert largest < min(u.numel for u in described.units if u.fqn in blocks)
 
 
+def test_recomputed_forms_save_less_and_compute_more(described):
+    found = [segment for segment in described.segments if segment.recomputed]
+    assert {described.units[s.unit].class_name for s in found} == {"LlamaDecoderLayer"}
+    for plain in found:
+        again, whole = plain.under(Activations.RECOMPUTE.recomputation), plain.forward.matmul_flops(4)
+        assert again.saved_bytes(4) < plain.saved_bytes(4)
+        assert again.backward.peak_bytes.bytes(4) > plain.backward.peak_bytes.bytes(4)
+        more = again.backward.matmul_flops(4) - plain.backward.matmul_flops(4)
+        assert 0.5 * whole < more <= whole  # less what backward does not need
+
+
 HARDWARE = bare_preset("cpu", devices_per_node=4)
 JOB = TrainingJob(global_batch_size=4)
 
@@ -101,6 +113,7 @@ def test_splits_are_tried_only_where_memory_binds(described):
         raise AssertionError("nothing to gain")
 
     assert chosen(described, 10**12, never, never) is described
+    assert chosen(described, 1, tuple, None, strategy="fsdp") is described, "single strategies take the model as it is"
 
 
 def test_loss_chunks_is_tried_where_compiled_and_memory_is_ample(described):
@@ -128,10 +141,6 @@ def test_the_split_with_the_fastest_plan_is_taken(llama, described):
     step_s = search(problem(best, HARDWARE, JOB, limit)).time.step_s
     assert all(step_s <= search(problem(d, HARDWARE, JOB, limit)).time.step_s * (1 + 1e-9) for d in fits)
     assert step_s > fastest_without_limit(problem(described, HARDWARE, JOB))
-
-
-def test_single_strategies_take_the_model_as_it_is(described):
-    assert chosen(described, 1, tuple, None, strategy="fsdp") is described
 
 
 def test_slices_of_a_head_are_freed_after_use(llama):

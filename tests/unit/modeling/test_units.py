@@ -77,20 +77,6 @@ def test_block_classes_may_be_absent_beside_a_present_one(meta_model):
     assert find_units(model, ["GPT2Block", "BertLayer"]) == find_units(model)
 
 
-def test_layers_are_blocks_where_only_parts_are_named():
-    class Inner(nn.Linear):
-        pass
-
-    class Model(nn.Module):
-        _no_split_modules = ("Inner",)
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Sequential(Inner(2, 2), nn.Linear(2, 2)) for _ in range(3))
-
-    assert [unit.fqn for unit in find_units(Model())] == ["", "layers.0", "layers.1", "layers.2"]
-
-
 def test_model_without_repetition_is_one_unit():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     model.scale = nn.Parameter(torch.tensor(2.0))
@@ -118,10 +104,26 @@ class Stack(nn.Module):
         self.head = nn.Linear(4, 2)
 
 
+class Inner(nn.Linear):
+    pass
+
+
+class PartsNamed(nn.Module):
+    _no_split_modules = ("Inner",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(Inner(2, 2), nn.Linear(2, 2)) for _ in range(3))
+
+
 def test_plain_modules_split_at_lists_and_nested_count_once():
     names = ["", "blocks.0", "blocks.1", "blocks.2"]
     assert [u.fqn for u in find_units(Stack())] == names
     assert [u.fqn for u in find_units(Stack(), ["Block", "Linear"])] == [*names, "head"]
+    assert [u.fqn for u in find_units(PartsNamed())] == ["", "layers.0", "layers.1", "layers.2"]
+    stages = nn.ModuleList(nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)) for _ in range(2))
+    found = find_units(nn.ModuleDict({"stages": stages}))  # a list has no forward, which FSDP2 needs
+    assert [u.fqn for u in found if u.fqn] == [f"stages.{stage}.{layer}" for stage in (0, 1) for layer in (0, 1)]
 
 
 def test_names_are_canonical_through_checkpoint_wrappers():
@@ -154,10 +156,3 @@ def test_dtype_and_trainability_are_recorded():
     model.blocks[0].inner.weight.requires_grad_(False)
     weight, bias = find_units(model)[1].parameters[:2]
     assert (weight.dtype, weight.requires_grad, bias.requires_grad) == (DType.BFLOAT16, False, True)
-
-
-def test_lists_of_lists_are_no_blocks():
-    """PVT has a list of layers for each stage; a list has no forward, which FSDP2 needs."""
-    stages = nn.ModuleList(nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)) for _ in range(2))
-    found = [unit.fqn for unit in find_units(nn.ModuleDict({"stages": stages}))]
-    assert [fqn for fqn in found if fqn] == [f"stages.{stage}.{layer}" for stage in (0, 1) for layer in (0, 1)]

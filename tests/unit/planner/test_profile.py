@@ -117,5 +117,6 @@ def test_work_that_differs_by_a_hair_is_the_same():
 
 
 def test_linear_fit_recovers_coefficients_and_one_size_is_rate():
+    assert linear_fit([(1_000, 2e-3), (1_000_000, 1e-3)]) == pytest.approx((0.0, 1e-9)), "physical under noise"
     assert linear_fit([(n, 1e-4 + 2e-9 * n) for n in (1_000, 100_000, 10_000_000)]) == pytest.approx((1e-4, 2e-9))
     assert times_of(DESCRIPTION, 0, (4, 2.0, 0.0)).linear("forward_s") == Affine(constant=0.0, per_sample=0.5)

@@ -31,10 +31,6 @@ LAYOUTS = [
 ]
 
 
-def test_communication_takes_each_format_and_nothing_else():
-    assert FORMATS == (EXACT, *WireFormat)
-
-
 def with_wires(unit, layout, hardware, job) -> UnitLayout:
     return replace(layout, **fastest_wires(unit, layout, hardware, job))
 
@@ -50,6 +46,7 @@ def seconds(unit, layout, hardware, job) -> float:
 def test_formats_are_the_fastest_of_all_combinations(allowed, precision, rate):
     hardware = toy_hardware(2, 2, inter=(1e-4, rate))
     job = replace(JOB, communication=allowed, precision=Precision.named(precision))
+    assert FORMATS == (EXACT, *WireFormat)
     unit = next(unit for unit in transformer().units if unit.span is GatherSpan.USE)
     formats = (None, *formats_up_to(allowed))
     names = ("gather_wire", "reduce_wire", "replica_wire")

@@ -55,11 +55,8 @@ def test_attention_kernel_follows_torchs_checks(monkeypatch):
     monkeypatch.setattr(attention, "_DROPOUT_IN_SIXTEENTHS", True)
     found = [attention_kernel(given, capability) for given, capability, _ in RULES]
     assert found == [expected for *_, expected in RULES]
-
-
-def test_cudnn_takes_any_dropout_in_torch_2_11(monkeypatch):
-    monkeypatch.setattr(attention, "_DROPOUT_IN_SIXTEENTHS", False)
-    assert attention_kernel(call(dropout=0.1, has_mask=True, **GROUPED), H100) is Kernel.CUDNN  # seen on an H100
+    monkeypatch.setattr(attention, "_DROPOUT_IN_SIXTEENTHS", False)  # as in torch 2.11, seen on an H100
+    assert attention_kernel(call(dropout=0.1, has_mask=True, **GROUPED), H100) is Kernel.CUDNN
 
 
 def saved_bytes(run) -> int:

@@ -44,18 +44,11 @@ def test_ways_save_what_takes_most_time_for_its_bytes_first():
     ] == [(), ("attention#0",), ("addmm#0", "attention#0"), ("addmm#0", "mul#0", "attention#0")]  # fmt: skip
     assert [way.share for way in ways] == pytest.approx([1, 0.429, 0.143, 0.057], abs=1e-3)
     assert ways[2].names == ("qkv", "attention")
-
-
-def test_way_beyond_its_share_of_saving_all_is_out():
-    calls = [call("addmm#0", flops=20_000, saved=100), call("mul#0", traffic=100, saved=900)]
-    assert [way.saved_calls for way in recomputations(calls, 500, "cpu")] == [(), ("addmm#0",)]
-
-
-def test_products_are_named_as_far_as_tells_them_apart():
+    beyond = [call("addmm#0", flops=20_000, saved=100), call("mul#0", traffic=100, saved=900)]
+    assert [way.saved_calls for way in recomputations(beyond, 500, "cpu")] == [(), ("addmm#0",)], "more than its share"
     names = enumerate(("attn.c_proj", "mlp.c_proj", "mlp.c_fc"))
-    calls = [call(f"addmm#{i}", flops=10**6, saved=10, module=name) for i, name in names]
-    *_, most = recomputations(calls, 1000, "cpu")
-    assert most.names == ("attn.c_proj", "mlp.c_proj", "c_fc")
+    *_, most = recomputations([call(f"addmm#{i}", flops=10**6, saved=10, module=m) for i, m in names], 1000, "cpu")
+    assert most.names == ("attn.c_proj", "mlp.c_proj", "c_fc"), "as much of a module as tells it apart"
 
 
 points = st.lists(st.tuples(st.integers(0, 1000).map(float), st.integers(0, 1000).map(float)), min_size=1, max_size=12)
