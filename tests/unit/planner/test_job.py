@@ -1,19 +1,23 @@
-"""Precision, micro-batch sizes, and what each strategy offers each unit."""
+"""Precision, micro-batch sizes, what each strategy offers each unit, and optimizers that need whole parameters."""
 
 from dataclasses import replace
 
 import pytest
 
+from hf_osdp.errors import InfeasibleError
 from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.decision import Batch
 from hf_osdp.planner.description import DType, ParameterSpec
 from hf_osdp.planner.hardware import Hardware
+from hf_osdp.planner.optimizers import ADAFACTOR
 from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.problem import Strategy
+from hf_osdp.planner.search.compare import compare_strategies
+from hf_osdp.planner.search.search import search
 from hf_osdp.planner.search.strategies import batches, search_spaces
-from hf_osdp.planner.training_job import Precision, TrainingJob
+from hf_osdp.planner.training_job import OptimizerSpec, Precision, TrainingJob
 from tests.helpers.descriptions import transformer, ways, with_frozen
-from tests.helpers.hardware import bare_preset, host_of
+from tests.helpers.hardware import bare_preset, host_of, toy_hardware
 from tests.helpers.problems import problem
 
 WEIGHT = ParameterSpec(name="w", shape=(2,), dtype=DType.FLOAT32)
@@ -132,3 +136,47 @@ def test_single_strategies_decide_for_all_blocks_or_none():
     assert found == [[{SAVE}] * 4, [{SAVE}, {SAVE}, {AGAIN}, {AGAIN}]]
     assert len(spaces(TWICE, strategy=Strategy.FSDP)) == 4, "with all gradients held, and with none"
     assert len(spaces(TWICE, strategy=Strategy.FSDP, host=HOST)) == 24
+
+
+WHOLE = TrainingJob(global_batch_size=4, optimizer=ADAFACTOR)
+FOUR = toy_hardware(1, 4, intra=(1e-6, 1e8))
+
+
+def test_search_offers_replicas_of_trained_every_layout_of_frozen():
+    root, embedding, first, second, *others = transformer().units
+    units = (root, embedding, with_frozen(first), with_frozen(second), *others)
+    case = problem(replace(transformer(), units=units), FOUR, WHOLE)
+    for batch in batches(WHOLE, 4):
+        for space in search_spaces(case, batch):
+            for unit, layouts in zip(case.description.units, space, strict=True):
+                sizes = {layout.shard_size for layout in layouts}
+                assert sizes == ({1} if unit.trainable_numel else {1, 2, 4})
+
+
+def test_strategies_that_shard_are_refused_and_have_no_figures():
+    case = problem(transformer(), FOUR, WHOLE)
+    for strategy in (Strategy.FSDP, Strategy.ZERO2, Strategy.HSDP):
+        with pytest.raises(ValueError, match=f"^strategy={strategy.value} shards parameters"):
+            search(replace(case, strategy=strategy))
+    rows = {row.label: row for row in compare_strategies(case)}
+    assert rows["ddp"].result is not None and rows["fsdp"].reason == "adafactor needs whole parameters"
+    alone = replace(case, hardware=toy_hardware(1, 1, intra=(1e-6, 1e8)), strategy=Strategy.FSDP)
+    assert search(alone).plan.world_size == 1
+
+
+def test_infeasible_error_names_element_wise_optimizers():
+    job, model = WHOLE, transformer(layers=6, hidden=128)
+    with pytest.raises(InfeasibleError) as sharded:
+        search(problem(model, FOUR, replace(job, optimizer=OptimizerSpec()), 1))
+    limit = sharded.value.least_peak_bytes + 2**12
+    with pytest.raises(InfeasibleError, match="an element-wise optimizer"):
+        search(problem(model, FOUR, job, limit))
+
+
+@pytest.mark.parametrize(("shape", "dtype", "nbytes"), [
+    ((8, 6), DType.FLOAT32, 4 * 14), ((8, 6, 4), DType.BFLOAT16, 4 * (48 + 32)), ((8, 6), DType.FLOAT64, 8 * 14),
+    ((7,), DType.BFLOAT16, 4 * 7), ((), DType.FLOAT32, 4), ((0, 3), DType.FLOAT32, 0),
+])  # fmt: skip
+def test_factored_states_take_a_row_and_a_column(shape, dtype, nbytes):
+    parameter = ParameterSpec(name="p", shape=shape, dtype=dtype)
+    assert ADAFACTOR.state_bytes(parameter, 1) == ADAFACTOR.saved_bytes(parameter) == nbytes
