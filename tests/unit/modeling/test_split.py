@@ -25,8 +25,6 @@ from hf_osdp.modeling.split.operators import SplitHead, split_operators
 from hf_osdp.planner.split import OperatorSplit
 from tests.helpers.models import tiny_batch, tiny_model
 
-# ---- operators and embeddings
-
 
 def operator(kind: str, features: int = 11, dtype: torch.dtype = torch.float32) -> nn.Module:
     """With tiny integers for weights: sums of their products are exact, in bfloat16 too."""
@@ -105,8 +103,6 @@ def test_split_embedding_equals_whole_in_lookups_and_gradient(slices, padding):
     with torch.no_grad():
         assert torch.equal(split(ids), whole(ids))
 
-
-# ---- the head and its loss
 
 VOCABULARY = 61
 TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
@@ -258,8 +254,6 @@ def test_no_more_than_a_slice_of_the_logits_exists():
     assert seen.widest == vocabulary // slices and seen.most <= 2
 
 
-# ---- whole models
-
 NAMES = ("lm_head", "transformer.h.0.mlp.c_fc", "transformer.h.1.attn.c_attn", "transformer.h.2.mlp.c_proj")
 GPT2 = functools.partial(tiny_model, "gpt2")
 
@@ -321,9 +315,6 @@ def test_operator_in_two_places_is_split_in_both():
     model = nn.ModuleDict({"a": nn.Sequential(shared := nn.Linear(4, 6)), "b": nn.Sequential(shared, nn.Linear(6, 4))})
     split(model, 2, "b.0")
     assert model["a"][0] is model["b"][0] and is_split(model["a"])
-
-
-# ---- refusals
 
 
 def changed(change, model=None):

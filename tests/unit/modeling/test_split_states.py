@@ -118,9 +118,6 @@ def test_optimizer_state_of_another_model_does_not_load():
         optimizer.load_state_dict(torch.optim.AdamW(nn.Linear(2, 2).parameters()).state_dict())
 
 
-# ---- slices as one tensor
-
-
 def sliced(whole: torch.Tensor, sizes: tuple[int, ...], dim: int) -> WholeTensor:
     parts = tuple(f"w{i}" for i in range(len(sizes)))
     name = WholeParameter(name="w", parts=parts, dim=dim, sizes=sizes, shape=tuple(whole.shape))

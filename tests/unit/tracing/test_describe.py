@@ -168,8 +168,6 @@ def test_describe_names_what_failed_and_where(real_model):
     assert "\n" not in str(caught.value)
 
 
-# ---- a loss of the user's
-
 TOKENS = 8
 
 

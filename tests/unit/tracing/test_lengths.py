@@ -57,7 +57,7 @@ class LoopModel(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())}
 
 
-TOKENS = 70
+TOKENS = 50
 
 
 def inputs(samples: int) -> dict[str, torch.Tensor]:
@@ -72,14 +72,14 @@ def described(model: nn.Module, **options):
 @pytest.fixture
 def extends(monkeypatch):
     """Extend descriptions of fewer tokens than usual."""
-    monkeypatch.setattr(describing, "SHORTEST", 60)
+    monkeypatch.setattr(describing, "SHORTEST", 45)
     monkeypatch.setattr(describing, "_USUAL_OPERATORS", 100)
     monkeypatch.setattr(lengths, "_STEPS", (4, 8))
     monkeypatch.setattr(lengths, "_CHECKED", 32)
 
 
 @pytest.mark.usefixtures("extends")
-@pytest.mark.parametrize("chunk, shortest", [(1, 6), pytest.param(8, 14, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("chunk, shortest", [(1, 6), pytest.param(8, 10, marks=pytest.mark.slow)])
 def test_looping_model_is_described_from_short_samples_to_the_byte(chunk, shortest, monkeypatch):
     found = described(LoopModel(chunk))
     assert f"extended from {shortest}, " in found.trace
