@@ -68,11 +68,11 @@ def levels(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], memo
 def estimated(name: str, way: Recomputation | None) -> dict[str, float]:
     block, *call = block_of(name)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fake, memory = fake_copy(block, mode), MemoryTracker(block_bytes=1)
+    fake, memory, empty = fake_copy(block, mode), MemoryTracker(block_bytes=1), torch.empty_strided
     with forms_in_trace(mode) as forms, mode:
         compile_block(fake, way)
-        empty = tree_map_only(torch.Tensor, torch.empty_like, tuple(call))
-        args, kwargs = with_leaf(*empty)
+        fakes = tree_map_only(torch.Tensor, lambda t: empty(t.shape, t.stride(), dtype=t.dtype), tuple(call))
+        args, kwargs = with_leaf(*fakes)
         with memory:
             pass  # it has seen the mode of fake tensors, and counts what compiled code makes alone
         forms.memory = memory
