@@ -70,7 +70,7 @@ def stage_groups(world_size: int, shard_size: int, stage_size: int) -> tuple[Gro
     return between, groups(nodes, SHARD_AXIS)
 
 
-@holds(worlds, few=30, many=1000)
+@holds(worlds, few=15, many=1000)
 def test_two_stages_reach_all_of_the_shard_group_once(world_size):
     for shard_size in divisors(world_size):
         shards = groups(mesh_axes(world_size, shard_size), SHARD_AXIS)
