@@ -1,9 +1,4 @@
-"""Activations on the host of a real GPU: equality with plain torch, memory, and copies beside compute.
-
-`pytest -m gpu tests/gpu`
-"""
-
-from __future__ import annotations
+"""Activations on the host of a real GPU: equality with plain torch, memory, and copies beside compute."""
 
 import gc
 import random
@@ -32,18 +27,14 @@ def way(request) -> Way:
 
 
 def twelve_blocks() -> nn.Module:
-    """GPT-2 whose blocks save much more than they have parameters; its attention adds up in the same order each
-    time.
-    """
+    """GPT-2 whose blocks save much more than they have parameters, and whose attention is deterministic."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=12, n_embd=256, n_head=4, n_positions=LENGTH, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0,
-        use_cache=False,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
+    sizes = dict(n_layer=12, n_embd=256, n_head=4, n_positions=LENGTH, vocab_size=VOCABULARY)
+    config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     model = GPT2LMHeadModel(config).to(CUDA).train()
+    model.config.use_cache = False
     model.set_attn_implementation("eager")
     return model
 
@@ -66,11 +57,8 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 def gradients(model: nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
     """Of all parameters but those that lookups share, whose gradients are added up in any order."""
     loss_of(model, ids).backward()
-    found = [
-        parameter.grad
-        for name, parameter in model.named_parameters()
-        if not any(part in name for part in ("wte", "wpe", "embed"))
-    ]
+    lookups = ("wte", "wpe", "embed")
+    found = [p.grad for name, p in model.named_parameters() if not any(part in name for part in lookups)]
     model.zero_grad()
     return found
 
@@ -99,9 +87,7 @@ def step_bytes(model: nn.Module, ids: torch.Tensor) -> tuple[int, int]:
 
 
 def test_the_device_is_relieved_of_what_is_saved(way):
-    """Forward leaves little more than embeddings and head; backward has one block back at a time, beside the
-    gradients.
-    """
+    """Forward leaves little more than embeddings and head; backward has one block back at a time."""
     ids = batch()
     plain_peak, plain_left = step_bytes(twelve_blocks(), ids)
     peak, left = step_bytes(changed(twelve_blocks(), way), ids)
@@ -122,7 +108,7 @@ def test_what_waits_lies_in_page_locked_memory():
     assert pinned and all(pinned)
 
 
-def test_copies_run_beside_the_forward_that_saves_and_end_with_it():
+def test_copies_run_beside_forward_and_end_with_it():
     block = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(CUDA)
     computed = torch.cuda.Event()
     block[-1].register_forward_hook(lambda *_: computed.record())

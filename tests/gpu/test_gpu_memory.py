@@ -1,7 +1,5 @@
 """The memory estimate and the planner's frontier on a real GPU, as rank 0 of 8. `pytest -m gpu tests/gpu`"""
 
-from __future__ import annotations
-
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
@@ -13,14 +11,14 @@ from benchmarks.gpu_memory import AIM_ERROR, measure_on_cuda
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-@pytest.fixture(
-    scope="module", params=[("GPT-2 small", "bf16"), ("GPT-2 small", "no"), ("BERT large", "bf16")], ids=" ".join
-)
+MODELS = [("GPT-2 small", "bf16"), ("GPT-2 small", "no"), ("BERT large", "bf16")]
+LAYOUTS = ("ddp", "zero2", "zero3", "hsdp", "mixed")
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=" ".join)
 def found(request):
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(
-            measure_on_cuda, *request.param, ("ddp", "zero2", "zero3", "hsdp", "mixed"), (0.0, 0.5)
-        ).result()
+        return pool.submit(measure_on_cuda, *request.param, LAYOUTS, (0.0, 0.5)).result()
 
 
 def test_the_estimate_is_what_the_allocator_counts(found):

@@ -1,9 +1,4 @@
-"""Units on the host of a real GPU, in one process: equality with plain torch, memory against the estimate.
-
-`pytest -m gpu tests/gpu`
-"""
-
-from __future__ import annotations
+"""Units on the host of a real GPU, in one process: equality with plain torch, memory against the estimate."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -63,9 +58,7 @@ def offloaded(every: int, *, seed: int = 0) -> torch.nn.Module:
     return move_to_device(model, CUDA)
 
 
-def stepped(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, clip: Callable[..., torch.Tensor]
-) -> float:
+def stepped(model, optimizer, step, clip) -> float:
     tiny_loss(model, {name: value.to(CUDA) for name, value in tiny_batch(step).items()}).backward()
     norm = clip(model.parameters(), MAX_NORM).item()
     optimizer.step()
@@ -78,14 +71,12 @@ def worst_difference(every: int, options: dict[str, Any]) -> tuple[float, float,
     plain, model = tiny_model("gpt2").to(CUDA), offloaded(every)
     one, two = (torch.optim.AdamW(m.parameters(), lr=1e-3, **o) for m, o in ((plain, {}), (model, options)))
     step_by_device(two, host_parameters(model))
-    norms = [
-        abs(stepped(plain, one, i, torch.nn.utils.clip_grad_norm_) - stepped(model, two, i,
-                                                                             clip_grad_norm_)) for i in range(STEPS)
-    ]  # fmt: skip
+    stock = torch.nn.utils.clip_grad_norm_
+    pairs = [(stepped(plain, one, i, stock), stepped(model, two, i, clip_grad_norm_)) for i in range(STEPS)]
+    norms = [abs(theirs - ours) for theirs, ours in pairs]
     state, wanted = full_state_dict(model), plain.state_dict()
-    there = all(
-        two.state[p][key].device.type == "cpu" for p in host_parameters(model) for key in ("exp_avg", "exp_avg_sq")
-    )
+    states = [two.state[p][key] for p in host_parameters(model) for key in ("exp_avg", "exp_avg_sq")]
+    there = all(value.device.type == "cpu" for value in states)
     return max(norms), max((state[name] - wanted[name].cpu()).abs().max().item() for name in wanted), there
 
 
@@ -119,9 +110,8 @@ def estimated_and_measured(every: int, precision: str, way: str = "on_host") -> 
     """Peaks of a step in bytes; `way` is what is decided for each so many-th unit."""
     from transformers import GPT2Config
 
-    config = GPT2Config(
-        n_layer=6, n_embd=768, n_head=12, n_positions=256, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
-    )
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(n_layer=6, n_embd=768, n_head=12, n_positions=256, **no_dropout)
     job = TrainingJob(global_batch_size=1, precision=Precision.named(precision), optimizer=OptimizerSpec())
     description = describe(config, sequence_length=256, compute_dtype=job.precision.compute, device_type="cuda")
     plain = UnitLayout(shard_size=1, reshard_after_forward=True)
@@ -134,10 +124,8 @@ def estimated_and_measured(every: int, precision: str, way: str = "on_host") -> 
     move_to_device(model, CUDA, empty=True)
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
-    optimizer, inputs = (
-        make_optimizer(model, job.optimizer, plan, description.units),
-        batch_on(training_batch(model, 256), 1, CUDA),
-    )
+    optimizer = make_optimizer(model, job.optimizer, plan, description.units)
+    inputs = batch_on(training_batch(model, 256), 1, CUDA)
     for _ in range(2):  # the first makes states and workspaces
         torch.cuda.reset_peak_memory_stats()
         train_step(model, optimizer, inputs, plan, job)
@@ -162,6 +150,5 @@ def test_the_estimate_is_what_the_allocator_counts(every, precision):
 def test_the_host_is_measured():
     host = measure_host(CUDA, 0.5)
     assert 2**30 < host.memory_bytes < 2**50
-    assert all(
-        1e8 < rate < 1e13 for rate in (host.to_device_bytes_per_s, host.to_host_bytes_per_s, host.update_bytes_per_s)
-    )
+    rates = (host.to_device_bytes_per_s, host.to_host_bytes_per_s, host.update_bytes_per_s)
+    assert all(1e8 < rate < 1e13 for rate in rates)

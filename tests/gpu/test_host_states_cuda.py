@@ -1,8 +1,4 @@
-"""Optimizer states on the host beside a real GPU, in one process, with and without FSDP2, against states on the
-device.
-"""
-
-from __future__ import annotations
+"""Optimizer states on the host beside a real GPU, with and without FSDP2, against states on the device."""
 
 from dataclasses import replace
 

@@ -1,8 +1,4 @@
-"""What NCCL hands back for a collective, and which device a process takes: in processes of their own, which a fault
-would end.
-"""
-
-from __future__ import annotations
+"""What NCCL hands back for a collective, and which device a process takes: in processes, which a fault would end."""
 
 import subprocess
 import sys

@@ -1,9 +1,4 @@
-"""Memory that runs out on a real GPU: the message, and a program that goes on by a safer plan.
-
-`pytest -m gpu tests/gpu`
-"""
-
-from __future__ import annotations
+"""Memory that runs out on a real GPU: the message, and a program that goes on by a safer plan."""
 
 import pytest
 import torch

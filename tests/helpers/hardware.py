@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from hf_osdp.planner.description import DType
-from hf_osdp.planner.hardware import Backend, DeviceSpec, Hardware, Link
+from hf_osdp.planner.hardware import Backend, DeviceSpec, Hardware, HostSpec, Link
 from hf_osdp.planner.presets import preset
 
 
@@ -37,6 +37,14 @@ def bare_preset(name: str, *, nodes: int = 1, devices_per_node: int = 1) -> Hard
     hardware = preset(name, nodes=nodes, devices_per_node=devices_per_node, data_sheet=True)
     device = replace(hardware.device, reserved_bytes=0, communicator_bytes=0, operator_s=0.0)
     return replace(hardware, device=device, host=None, margin=0.0)
+
+
+def host_of(memory_bytes: int, *, to_device: float, to_host: float, update: float) -> HostSpec:
+    """Return a host of these rates, in bytes a second."""
+    return HostSpec(
+        memory_bytes=memory_bytes, to_device_bytes_per_s=to_device, to_host_bytes_per_s=to_host,
+        update_bytes_per_s=update, source="made up",
+    )  # fmt: skip
 
 
 def take_preset() -> None:

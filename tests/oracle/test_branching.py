@@ -1,9 +1,8 @@
 """The branch and bound finds what CP-SAT proves of the whole program, and leaves out nothing that is better."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -23,6 +22,7 @@ from tests.helpers.sampling import slow_but
 from tests.oracle.test_policies import instance, slower_again
 
 
+@cache
 def question(seed: int):
     """A timeline with a long row for most seeds, its job, and a limit at which memory binds."""
     description, hardware, job = instance(seed)
@@ -41,15 +41,13 @@ def rows(timeline):
     return {group.units: group for group in timeline.groups if len(group.units) > 1}
 
 
-def gives_up(self, **options):
+def gives_up(*_, **options):
     return None
 
 
 BREAKS = {
     "few options": lambda patch: patch.setattr(solver, "_FEW", 1),
-    "nothing missed": lambda patch: patch.setattr(
-        solver, "missed", lambda *_: None
-    ),  # CP-SAT then finds what is not kept
+    "nothing missed": lambda patch: patch.setattr(solver, "missed", gives_up),  # CP-SAT finds what is not kept
     "no relaxation": lambda patch: patch.setattr(IntegerModel, "relax", gives_up),
     "nothing": lambda patch: None,
 }
@@ -70,10 +68,8 @@ def test_fastest_is_the_optimum_of_the_whole_program(monkeypatch, seed, broken):
 
 
 @pytest.mark.parametrize("seed", slow_but(range(8), daily=(0, 5)))
-def test_the_pattern_of_a_plan_refuses_no_plan_that_has_it(seed):
-    """With the counts of a plan's classes required, exactly and as bounds, the relaxation is still no dearer than
-    the plan.
-    """
+def test_pattern_of_a_plan_refuses_no_plan_with_it(seed):
+    """With a plan's counts of classes required, exactly and as bounds, the relaxation is no dearer than the plan."""
     timeline, job, limit = question(seed)
     found = fastest(timeline, job, limit)
     for exactly, cap in itertools.product((True, False), (1, 2)):
@@ -103,12 +99,11 @@ def test_classes_follow_one_another_in_backward():
 
 
 @pytest.mark.parametrize("times_the_least", [1.3, 2.0])
-def test_no_plan_costs_less_than_its_options_add_to_the_bound(times_the_least):
+def test_no_plan_costs_less_than_bound_and_its_options(times_the_least):
     """Groups of equal units share options, but not what these add."""
     plain = transformer(layers=24, hidden=512, vocabulary=1000, sequence_length=128)
-    description = replace(
-        plain, segments=tuple(slower_again(s) if "layers" in plain.units[s.unit].fqn else s for s in plain.segments)
-    )
+    segments = (slower_again(s) if "layers" in plain.units[s.unit].fqn else s for s in plain.segments)
+    description = replace(plain, segments=tuple(segments))
     hardware, job = preset("h100", devices_per_node=8), TrainingJob(global_batch_size=32)
     limit = int(times_the_least * (least_memory(problem(description, hardware, job)) - hardware.device.reserved_bytes))
     for batch in batches(job, hardware.world_size):
@@ -119,21 +114,14 @@ def test_no_plan_costs_less_than_its_options_add_to_the_bound(times_the_least):
         program = Program(timeline, job, limit, linear=True)
         program.minimize_seconds(steps(timeline))
         relaxed = program.relax()
-        taken = sum(
-            relaxed.added[g][o]
-            for g in timeline.groups
-            for unit in g.units
-            for o in g.options
-            if o.layout == found.layouts[unit]
-        )
+        units = [(g, unit) for g in timeline.groups for unit in g.units]
+        taken = sum(relaxed.added[g][o] for g, unit in units for o in g.options if o.layout == found.layouts[unit])
         assert relaxed.bound + taken <= found.objective * steps(timeline) * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("hidden", [16, 64, 512])
-def test_a_limit_that_is_met_exactly_is_met_at_any_size(hidden):
-    """Bytes of a few KiB or of GiB beside counts of units: no solver takes a limit without room for one that cannot
-    be met.
-    """
+def test_limit_met_exactly_is_met_at_any_size(hidden):
+    """No solver takes a limit without room, of KiB or of GiB beside counts of units, for one that cannot be met."""
     description = transformer(layers=2, hidden=hidden, vocabulary=500, sequence_length=32)
     hardware, job = preset("a100-40", devices_per_node=4), TrainingJob(global_batch_size=32)
     least = least_memory(problem(description, hardware, job))

@@ -1,7 +1,5 @@
 """The search equals brute force: every layout of every unit, at every batch, on small random instances."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -21,12 +19,12 @@ from hf_osdp.planner.search.strategies import batches, search_spaces
 from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.wire import WireFormat
 from tests.helpers.descriptions import at_random, with_frozen
-from tests.helpers.hardware import toy_hardware
+from tests.helpers.hardware import host_of, toy_hardware
 from tests.helpers.problems import problem
 from tests.helpers.sampling import slow_but
 
 INSTANCES = 320
-SAMPLE = sorted({*range(20)} - {2, 10, 11, 12, 16})
+SAMPLE = sorted({*range(15)} - {2, 10, 11, 12})
 """Run by default: those that take half a second; the others are slow."""
 MOST_PLANS = 2_500
 """Over all batches: an instance has so few blocks that there are no more."""
@@ -40,13 +38,8 @@ def small_hardware(dice: random.Random) -> Hardware:
 
 def small_host(dice: random.Random) -> HostSpec:
     """Sometimes too small for all states."""
-    return HostSpec(
-        memory_bytes=dice.choice([20_000, 10**9]),
-        to_device_bytes_per_s=dice.choice([1e7, 1e8]),
-        to_host_bytes_per_s=1e7,
-        update_bytes_per_s=dice.choice([1e7, 1e9]),
-        source="made up",
-    )
+    memory, back, update = dice.choice([20_000, 10**9]), dice.choice([1e7, 1e8]), dice.choice([1e7, 1e9])
+    return host_of(memory, to_device=back, to_host=1e7, update=update)
 
 
 def small_job(dice: random.Random, hardware: Hardware) -> TrainingJob:
@@ -91,17 +84,16 @@ def instance(seed: int):
             seed, kinds=min(kinds, blocks), blocks=blocks, tied=tied, called=called, recomputable=recomputable,
             late=seed % 3 == 1,
         )  # fmt: skip
-        spaces = (
-            search_spaces(problem(description, hardware, job), batch)[-1]
-            for batch in batches(job, hardware.world_size)
-        )
+        asked, found = problem(description, hardware, job), batches(job, hardware.world_size)
+        spaces = (search_spaces(asked, batch)[-1] for batch in found)
         if sum(math.prod(map(len, space)) for space in spaces) <= MOST_PLANS:
             break
     return description, hardware, job, dice
 
 
-# Instances 114, 185 and 280 have their only best plan at exactly the limit.
-@pytest.mark.parametrize("seed", slow_but(range(INSTANCES), daily=[*SAMPLE, 114, 185, 280]))
+# Instances 114, 185 and 280 have their only best plan at exactly the limit; in 14, 50 and 289 the batch of the lowest
+# floor needs more than another; in 211 and 241 the most frugal choices take more of the host's memory than there is.
+@pytest.mark.parametrize("seed", slow_but(range(INSTANCES), daily=[*SAMPLE, 50, 114, 185, 211, 241, 280, 289]))
 def test_search_equals_brute_force(seed):
     description, hardware, job, dice = instance(seed)
     plans = list(every_plan(description, hardware, job))
@@ -112,9 +104,7 @@ def test_search_equals_brute_force(seed):
     check_against(plans, description, hardware, job, dice)
 
 
-def check_against(
-    plans, description: ModelDescription, hardware: Hardware, job: TrainingJob, dice: random.Random
-) -> None:
+def check_against(plans, description, hardware, job, dice) -> None:
     """Hold searches against all plans, at four limits and where nothing fits."""
     peaks = sorted({peak for peak, _ in plans})
     limits = {peaks[0], dice.choice(peaks), peaks[len(peaks) // 3], dice.randint(peaks[0], peaks[-1])}
@@ -133,39 +123,34 @@ MIXED = 160
 """Instances of 6 to 16 ranks, whose plans mix meshes."""
 
 
-@pytest.mark.parametrize("seed", slow_but(range(MIXED), daily=(1, 2, 3, 4, 5, 8, 10, 12, 14, 15)))
+@pytest.mark.parametrize("seed", slow_but(range(MIXED), daily=(2, 3, 4, 8, 10)))
 def test_search_equals_brute_force_where_communicators_take_memory(seed):
     dice = random.Random(seed)
     nodes, per_node = dice.choice([(1, 6), (1, 8), (2, 4), (4, 2), (2, 8), (1, 12)])
-    hardware = replace(
-        small_hardware(dice), nodes=nodes, devices_per_node=per_node, host=None, margin=dice.choice([None, 0.0, 0.1])
-    )
+    hardware = replace(small_hardware(dice), nodes=nodes, devices_per_node=per_node, host=None)
+    hardware = replace(hardware, margin=dice.choice([None, 0.0, 0.1]))
     reserved = dict(reserved_bytes=dice.choice([0, 5000]), communicator_bytes=dice.choice([1, 300, 2000, 20_000]))
     hardware = replace(hardware, device=replace(hardware.device, **reserved))
-    job = TrainingJob(
-        global_batch_size=hardware.world_size,
-        recompute=False,
-        optimizer=OptimizerSpec(states=2, step=OptimizerStep.FOREACH),
-    )
+    optimizer = OptimizerSpec(states=2, step=OptimizerStep.FOREACH)
+    job = TrainingJob(global_batch_size=hardware.world_size, recompute=False, optimizer=optimizer)
     description = at_random(seed, kinds=2, blocks=2, tied=dice.random() < 0.5)
     check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)
 
 
-@pytest.mark.parametrize("seed", slow_but(range(80), daily=range(12)))
+@pytest.mark.parametrize("seed", slow_but(range(80), daily=(0, 1, 2, 4, 6, 9)))
 def test_search_equals_brute_force_where_fewer_bits_may_be_sent(seed):
     """Formats come with what they cost: a plan may be the fastest with some, and the only one that fits without."""
     dice = random.Random(seed)
     nodes, per_node = dice.choice([(1, 2), (2, 1), (2, 2), (3, 1)])
     hardware = replace(small_hardware(dice), nodes=nodes, devices_per_node=per_node, host=None)
-    job = TrainingJob(
-        global_batch_size=hardware.world_size, recompute=False, communication=dice.choice(list(WireFormat))
-    )
+    job = TrainingJob(global_batch_size=hardware.world_size, recompute=False)
+    job = replace(job, communication=dice.choice(list(WireFormat)))
     job = replace(job, precision=Precision.named(dice.choice(["no", "bf16"])))
     description = at_random(seed, kinds=1, blocks=2 if nodes * per_node < 4 else 1, tied=dice.random() < 0.5)
     check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)
 
 
-@pytest.mark.parametrize("seed", slow_but(range(60), daily=range(10)))
+@pytest.mark.parametrize("seed", slow_but(range(60), daily=range(1, 6)))
 def test_search_equals_brute_force_where_what_is_trained_stays_whole(seed):
     """Only frozen units may be sharded."""
     dice = random.Random(seed)
@@ -177,8 +162,8 @@ def test_search_equals_brute_force_where_what_is_trained_stays_whole(seed):
     check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)
 
 
-@pytest.mark.parametrize("seed", slow_but(range(60), daily=range(10)))
-def test_search_equals_brute_force_where_matrices_are_gathered_in_the_step(seed):
+@pytest.mark.parametrize("seed", slow_but(range(60), daily=range(5)))
+def test_search_equals_brute_force_where_matrices_are_gathered(seed):
     """Whole matrices pass in the step, of single units, beside what another optimizer's step takes."""
     dice = random.Random(seed)
     hardware = replace(small_hardware(dice), nodes=1, devices_per_node=dice.choice([2, 4]), host=None)
@@ -194,7 +179,7 @@ def test_search_equals_brute_force_where_matrices_are_gathered_in_the_step(seed)
 
 # Before the level between two moments could exceed the limit, instances 1 and 11 got a slower plan, or none.
 @pytest.mark.parametrize("seed", slow_but(range(60), daily=(1, 11)))
-def test_search_equals_brute_force_where_gradients_of_the_root_are_all_that_counts(seed):
+def test_search_equals_brute_force_where_only_root_gradients_count(seed):
     """Nothing is saved or temporary, so that the level is highest just before the last reductions."""
     dice = random.Random(seed)
     nodes, per_node = dice.choice([(1, 2), (1, 3), (1, 5)])
@@ -204,23 +189,16 @@ def test_search_equals_brute_force_where_gradients_of_the_root_are_all_that_coun
         Precision(), Precision.named("bf16"), Precision(compute=wide, reduce=narrow), Precision(reduce=wide),
         Precision(compute=narrow),
     ])  # fmt: skip
-    optimizer = OptimizerSpec(
-        states=dice.choice([0, 0, 2]), step=dice.choice([OptimizerStep.FUSED, OptimizerStep.FOR_LOOP])
-    )
-    job = TrainingJob(
-        global_batch_size=hardware.world_size * 2, micro_batch_size=1, recompute=False, precision=precision,
-        optimizer=optimizer,
-    )  # fmt: skip
+    states, step = dice.choice([0, 0, 2]), dice.choice([OptimizerStep.FUSED, OptimizerStep.FOR_LOOP])
+    job = TrainingJob(global_batch_size=hardware.world_size * 2, micro_batch_size=1, recompute=False)
+    job = replace(job, precision=precision, optimizer=OptimizerSpec(states=states, step=step))
     description = at_random(seed, kinds=1, blocks=1, tied=dice.random() < 0.3)
     dtype, (first, *_) = dice.choice([narrow, wide]), description.segments
-    units = tuple(
-        replace(
-            unit, parameters=tuple(replace(p, dtype=dtype) for p in unit.parameters),
-            ends_late=index == first.unit and unit.span is GatherSpan.USE,
-        )
-        for index, unit in enumerate(description.units)
-    )  # fmt: skip
+    units = list(description.units)
+    for index, unit in enumerate(units):
+        units[index] = replace(unit, parameters=tuple(replace(p, dtype=dtype) for p in unit.parameters))
+        units[index] = replace(units[index], ends_late=index == first.unit and unit.span is GatherSpan.USE)
     nothing = dict(saved_bytes=Affine(), gradient_bytes=Affine(), forward=PhaseCost(), backward=PhaseCost())
     segments = tuple(replace(segment, **nothing) for segment in description.segments)
-    description = replace(description, units=units, segments=segments)
+    description = replace(description, units=tuple(units), segments=segments)
     check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)

@@ -1,7 +1,5 @@
 """What may be given up for memory is given up only where it pays."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
@@ -20,34 +18,26 @@ from tests.helpers.problems import problem
 from tests.helpers.sampling import slow_but
 from tests.oracle.test_brute_force import small_hardware, small_host
 
-FIXED = [
-    {"recompute": False},
-    {"recompute": True},
-    {"host_offload": False},
-    {"reduce_every_micro_step": True},
-    {"reduce_every_micro_step": False},
-    {"offload_activations": False},
-]
+FIXED = [{"recompute": True}, {"reduce_every_micro_step": True}]
+FIXED += [{name: False} for name in ("recompute", "host_offload", "reduce_every_micro_step", "offload_activations")]
 
 
 def instance(seed: int):
     dice = random.Random(seed)
-    hardware = replace(
-        small_hardware(dice), backend=dice.choice(list(Backend)), host=replace(small_host(dice), memory_bytes=10**9)
-    )
+    hardware, backend = small_hardware(dice), dice.choice(list(Backend))
+    hardware = replace(hardware, backend=backend, host=replace(small_host(dice), memory_bytes=10**9))
     description = at_random(seed, kinds=1, blocks=dice.choice([4, 12]), recomputable=True)
     return description, hardware, TrainingJob(global_batch_size=4 * hardware.world_size)
 
 
-@pytest.mark.parametrize("seed", slow_but(range(6), daily=(1, 2)))
+@pytest.mark.parametrize("seed", slow_but(range(6), daily=(1,)))
 @pytest.mark.parametrize("fixed", FIXED, ids=str)
 def test_no_plan_with_a_choice_fixed_is_faster_or_smaller(seed, fixed):
     description, hardware, job = instance(seed)
     less = replace(job, **fixed)
     limit = int(1.3 * least_memory(problem(description, hardware, less)))
-    assert search(problem(description, hardware, job, limit)).time.step_s <= search(
-        problem(description, hardware, less, limit)
-    ).time.step_s * (1 + 2e-7)
+    free_s, fixed_s = (search(problem(description, hardware, one, limit)).time.step_s for one in (job, less))
+    assert free_s <= fixed_s * (1 + 2e-7)
     assert least_memory(problem(description, hardware, job)) <= least_memory(problem(description, hardware, less))
 
 
@@ -59,9 +49,8 @@ def slower_again(segment: Segment) -> Segment:
 
 def test_nothing_is_given_up_where_memory_is_ample():
     description, hardware, job = instance(3)
-    description = replace(
-        description, segments=tuple(slower_again(s) if s.recomputed else s for s in description.segments)
-    )
+    segments = tuple(slower_again(s) if s.recomputed else s for s in description.segments)
+    description = replace(description, segments=segments)
     plan = search(problem(description, hardware, job, 10**12)).plan
     assert {unit.activations for unit in plan.units} == {Activations.SAVE}
     assert not any(unit.on_host for unit in plan.units)
@@ -75,7 +64,7 @@ def test_what_is_fixed_is_what_runs():
     assert again == {description.units[i].fqn for i in description.recomputable} != set()
 
 
-def test_one_device_moves_no_more_to_the_host_than_it_must():
+def test_one_device_moves_to_host_only_what_it_must():
     description, hardware, job = instance(5)
     alone = replace(hardware, nodes=1, devices_per_node=1, margin=0.06)
     job = replace(job, global_batch_size=2, recompute=False)
@@ -86,7 +75,7 @@ def test_one_device_moves_no_more_to_the_host_than_it_must():
     assert less.step_s < everything.plan.step_s
 
 
-def test_host_that_is_too_small_or_unknown_is_refused_where_it_is_asked_for():
+def test_host_too_small_or_unknown_is_refused_where_asked_for():
     description, hardware, job = instance(0)
     tiny = replace(hardware, host=replace(hardware.host, memory_bytes=10))
     with pytest.raises(HardwareError, match="but it has 10 B"):

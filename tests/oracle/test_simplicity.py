@@ -1,7 +1,5 @@
 """The plan under `simplicity` is the simplest of all plans within its share of the fastest one's time."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
@@ -33,9 +31,7 @@ def parts(description, layouts, world_size: int) -> int:
 
 
 def check(description, hardware, job, dice) -> tuple[int, int]:
-    """Hold searches with a tolerance against all plans; return how many took a simpler plan than the fastest, and how
-    many are not proven.
-    """
+    """Hold searches against all plans; return how many took a simpler plan than the fastest, and are not proven."""
     plans = [
         (peak, step_s, parts(description, layouts, hardware.world_size))
         for layouts, peak, step_s in every_layouts(description, hardware, job)
@@ -45,25 +41,17 @@ def check(description, hardware, job, dice) -> tuple[int, int]:
         fitting = [(step_s, number) for peak, step_s, number in plans if peak <= limit]
         best_s = min(fitting)[0]
         for simplicity in (0.01, 0.2):
-            result = search(
-                replace(problem(description, hardware, job, hardware.limit_for(limit)), simplicity=simplicity)
-            )
-            near = [
-                min(
-                    (number, step_s)
-                    for step_s, number in fitting
-                    if step_s <= best_s * (1 + simplicity) * (1 + rounded)
-                )
-                for rounded in (-_ROUNDED, _ROUNDED)
-            ]  # a plan exactly at the end of the share may be taken or not
+            asked = problem(description, hardware, job, hardware.limit_for(limit))
+            result = search(replace(asked, simplicity=simplicity))
+            # a plan exactly at the end of the share may be taken or not
+            ends = [best_s * (1 + simplicity) * (1 + rounded) for rounded in (-_ROUNDED, _ROUNDED)]
+            near = [min((number, step_s) for step_s, number in fitting if step_s <= end) for end in ends]
             number = parts(description, [unit.layout for unit in result.plan.units], hardware.world_size)
             unproven += not result.plan.proven_simplest
             assert result.plan.proven_optimal and result.plan.peak_bytes <= limit
             assert result.time.step_s <= best_s * (1 + simplicity) * (1 + _ROUNDED)
-            assert not result.plan.proven_simplest or any(
-                number == least and result.time.step_s == pytest.approx(least_s, rel=_ROUNDED)
-                for least, least_s in near
-            )
+            found = (number, pytest.approx(result.time.step_s, rel=_ROUNDED))
+            assert not result.plan.proven_simplest or any(one == found for one in near)
             if result.fastest is not None:
                 simpler += 1
                 assert result.fastest.time.step_s == pytest.approx(best_s, rel=_ROUNDED)
@@ -72,15 +60,18 @@ def check(description, hardware, job, dice) -> tuple[int, int]:
     return simpler, unproven
 
 
-@pytest.mark.parametrize("first", slow_but(range(0, 120, 10), daily=(0,)))
-def test_plan_under_simplicity_is_the_simplest_of_all_near_the_fastest(first):
-    assert checked(range(first, first + 10)) == (True, False)
+TENS = [pytest.param(range(first, first + 10), marks=pytest.mark.slow) for first in range(0, 120, 10)]
+
+
+@pytest.mark.parametrize("seeds", [range(5), *TENS])
+def test_plan_under_simplicity_is_the_simplest_near_the_fastest(seeds):
+    assert checked(seeds) == (True, False)
 
 
 @pytest.mark.parametrize("most_work", [0.0, pytest.param(0.004, marks=pytest.mark.slow)])
-def test_plan_under_simplicity_is_near_the_fastest_where_the_work_ends(monkeypatch, most_work):
+def test_plan_under_simplicity_is_near_fastest_where_work_ends(monkeypatch, most_work):
     monkeypatch.setattr(module, "SimplestSearch", lambda *arguments: SimplestSearch(*arguments[:-1], most_work))
-    assert checked(range(4))[1]
+    assert checked(range(2))[1]
 
 
 def checked(seeds: range) -> tuple[bool, bool]:
@@ -94,7 +85,7 @@ def checked(seeds: range) -> tuple[bool, bool]:
     return simpler, unproven
 
 
-@pytest.mark.parametrize("seed", slow_but(range(60), daily=(0, 1, 2, 3, 6, 7)))
+@pytest.mark.parametrize("seed", slow_but(range(60), daily=(0, 1, 2)))
 def test_plan_under_simplicity_has_the_fewest_meshes(seed):
     dice = random.Random(seed)
     nodes, per_node = dice.choice([(1, 6), (1, 8), (2, 4)])

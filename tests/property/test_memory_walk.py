@@ -1,8 +1,4 @@
-"""Every moment of a step as a sum over units and segments, each on its own, beside the walk that carries a level
-along.
-"""
-
-from __future__ import annotations
+"""Every moment of a step as a sum over units and segments, beside the walk that carries a level along."""
 
 import random
 from collections.abc import Iterator
@@ -26,9 +22,7 @@ from tests.helpers.properties import holds
 class Sums:
     """What is there at a moment, found anew each time. `done` are units whose gradients were reduced."""
 
-    def __init__(
-        self, description: ModelDescription, choices: list[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
-    ):
+    def __init__(self, description, choices, world_size, job, batch):
         self.description, self.job, self.samples = description, job, batch.micro_batch_size
         self.units = [
             unit_bytes(u, c, world_size, job, batch) for u, c in zip(description.units, choices, strict=True)
@@ -54,9 +48,7 @@ class Sums:
         self.first = {unit: self.where.index(unit) for unit in self.passing}
         self.ahead = [0 if unit is None else self.units[unit].prefetched for unit in gathered_ahead(description)]
 
-    def moment(
-        self, phase: str, unit: int | None, *, gathered: int, activations: int, gradients: int, buffers: int
-    ) -> tuple:
+    def moment(self, phase, unit, *, gathered, activations, gradients, buffers) -> tuple:
         label = "(all)" if unit is None else self.description.units[unit].label
         held = {name: sum(getattr(unit, name) for unit in self.units) for name in ("parameters", "optimizer")}
         outputs = self.description.output_bytes.bytes(self.samples) if self.job.holds_outputs else 0
@@ -117,9 +109,7 @@ class Sums:
         )
 
     def comes(self, unit: int, name: str) -> int:
-        """The segment from whose backward on there is a gradient of a parameter that is gathered for the whole
-        step.
-        """
+        """The segment from whose backward on a parameter that is gathered for the whole step has a gradient."""
         in_blocks_too = [i for i, segment in enumerate(self.description.segments) if name in segment.gradients]
         traced = max(in_blocks_too, default=max(i for i, u in enumerate(self.where) if u == unit))
         stretches = [i for i, u in enumerate(self.where) if u in self.whole]
@@ -144,12 +134,9 @@ class Sums:
             if unit not in self.whole:
                 own, cast = (0, 0) if terms.kept else (terms.gathered, terms.cast_buffer)
                 yield self.moment(
-                    "backward: gather",
-                    unit,
-                    gathered=there + own + terms.prefetched,
-                    buffers=buffers + tail + cast,
+                    "backward: gather", unit, gathered=there + own + terms.prefetched, buffers=buffers + tail + cast,
                     **level,
-                )
+                )  # fmt: skip
             level["activations"] += self.bytes[i].backward_peak + self.merging(i)
             yield self.moment("backward", unit, gathered=there + own + self.ahead[i], buffers=buffers + tail, **level)
             if unit not in self.at_end and self.first[unit] == i:
@@ -197,19 +184,15 @@ class Sums:
 
 
 jobs = st.builds(
-    TrainingJob,
-    global_batch_size=st.just(48),
+    TrainingJob, global_batch_size=st.just(48),
     precision=st.sampled_from([Precision.named("no"), Precision.named("bf16")]),
     optimizer=st.builds(OptimizerSpec, states=st.sampled_from([0, 2]), step=st.sampled_from(OptimizerStep)),
-    holds_outputs=st.booleans(),
-    correction_bytes=st.sampled_from([0, 77, -5]),
-)
+    holds_outputs=st.booleans(), correction_bytes=st.sampled_from([0, 77, -5]),
+)  # fmt: skip
 batches = st.builds(Batch, micro_batch_size=st.integers(1, 3), accumulation_steps=st.integers(1, 2))
 
 
-def random_choices(
-    dice: random.Random, description: ModelDescription, world_size: int, batch: Batch
-) -> list[UnitLayout]:
+def random_choices(dice, description, world_size, batch) -> list[UnitLayout]:
     """Any layout of each unit, with every other decision that it may take."""
     found = []
     for index, unit in enumerate(description.units):
@@ -235,32 +218,15 @@ def without_root(description: ModelDescription) -> ModelDescription:
     return replace(description, units=description.units[1:], segments=segments)
 
 
-@holds(
-    st.integers(0, 10**6),
-    st.sampled_from([1, 2, 4]),
-    jobs,
-    batches,
-    st.sampled_from(["", "tied", "called", "rootless"]),
-    st.booleans(),
-    st.booleans(),
-    few=120,
-    many=10_000,
-)
+RESIDENT = {"buffer_bytes": 13, "input_bytes": Affine(per_sample=17), "output_bytes": Affine(per_sample=19)}
+seeds, worlds, kinds = st.integers(0, 10**6), st.sampled_from([1, 2, 4]), ["", "tied", "called", "rootless"]
+
+
+@holds(seeds, worlds, jobs, batches, st.sampled_from(kinds), st.booleans(), st.booleans(), few=120, many=10_000)
 def test_each_moment_is_the_sum_of_what_is_there(seed, world_size, job, batch, kind, stacks, late):
-    description = at_random(
-        seed,
-        kinds=2,
-        blocks=4,
-        recomputable=True,
-        tied=kind == "tied",
-        called=kind == "called",
-        stacks=stacks,
-        late=late,
-    )
-    description = without_root(description) if kind == "rootless" else description
-    description = replace(
-        description, buffer_bytes=13, input_bytes=Affine(per_sample=17), output_bytes=Affine(per_sample=19)
-    )
+    options = {"tied": kind == "tied", "called": kind == "called", "stacks": stacks, "late": late}
+    description = at_random(seed, kinds=2, blocks=4, recomputable=True, **options)
+    description = replace(without_root(description) if kind == "rootless" else description, **RESIDENT)
     choices = random_choices(random.Random(seed), description, world_size, batch)
     sums = Sums(description, choices, world_size, job, batch)
     found = estimate_memory(description, choices, world_size, job, batch)
@@ -271,7 +237,7 @@ def test_each_moment_is_the_sum_of_what_is_there(seed, world_size, job, batch, k
     assert found.host_bytes == sum(u.host for u in sums.units) + max(u.host_moment for u in sums.units) + waits
 
 
-def test_segments_of_units_gathered_for_the_step_may_free_more_than_they_save():
+def test_segments_of_units_in_step_may_free_beyond_saved():
     segment = Segment(unit=0, saved_bytes=Affine(constant=-50, per_sample=10))
     for span, left in ((GatherSpan.STEP, -30), (GatherSpan.USE, 0), (GatherSpan.CALLS, 0)):
         assert SegmentBytes.of(segment, span, 2).saved == left
@@ -279,19 +245,13 @@ def test_segments_of_units_gathered_for_the_step_may_free_more_than_they_save():
 
 def test_estimate_of_no_unit_is_empty():
     nothing = replace(at_random(0, kinds=1, blocks=1), units=(), segments=())
-    found = estimate_memory(
-        nothing, [], 2, TrainingJob(global_batch_size=2), Batch(micro_batch_size=1, accumulation_steps=1)
-    )
+    once = Batch(micro_batch_size=1, accumulation_steps=1)
+    found = estimate_memory(nothing, [], 2, TrainingJob(global_batch_size=2), once)
     assert (found.host_bytes, found.peak_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("holds_outputs", [False, True])
 def test_resident_bytes_are_buffers_batch_outputs_and_the_correction(holds_outputs):
-    description = replace(
-        at_random(0, kinds=1, blocks=1),
-        buffer_bytes=13,
-        input_bytes=Affine(per_sample=17),
-        output_bytes=Affine(per_sample=19),
-    )
+    description = replace(at_random(0, kinds=1, blocks=1), **RESIDENT)
     job = TrainingJob(global_batch_size=3, holds_outputs=holds_outputs, correction_bytes=77)
     assert resident_bytes(description, job, 3) == 13 + 3 * 17 + (3 * 19 if holds_outputs else 0) + 77

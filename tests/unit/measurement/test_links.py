@@ -1,8 +1,7 @@
 """Links are measured in few groups, within a limit of time, and give back the collectives that were measured."""
 
-from __future__ import annotations
-
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +9,10 @@ import torch
 import torch.distributed as dist
 
 from hf_osdp.measurement import links, timing
-from hf_osdp.planner.affine import linear_fit
 from hf_osdp.planner.cost.collectives import collective_seconds, shard_ring
-from hf_osdp.planner.hardware import Collective, CollectiveTiming, Hardware, Link
-from hf_osdp.planner.presets import preset
+from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming
 from hf_osdp.preparation.simulate import fake_process_group
+from tests.helpers.hardware import toy_hardware
 
 CPU = torch.device("cpu")
 NODE = 8
@@ -26,20 +24,15 @@ def counted(monkeypatch, world: int) -> tuple[Counter, int, set]:
     """Calls of torch.distributed, the most groups that this rank had at once, and what was timed; nothing is sent."""
     calls, held = Counter(), 0
 
-    def count(name: str):
-        stock = getattr(dist, name)
-
-        def called(*args, **kwargs):
-            nonlocal held
-            calls[name] += 1
-            result = stock(*args, **kwargs)
-            held = max(held, len(dist.distributed_c10d._world.pg_map))
-            return result
-
-        monkeypatch.setattr(dist, name, called)
+    def called(name: str, stock, *args, **kwargs):
+        nonlocal held
+        calls[name] += 1
+        result = stock(*args, **kwargs)
+        held = max(held, len(dist.distributed_c10d._world.pg_map))
+        return result
 
     for name in CALLS:
-        count(name)
+        monkeypatch.setattr(dist, name, partial(called, name, getattr(dist, name)))
     monkeypatch.setattr(links, "_SIZES_BYTES", {"cpu": (2**10, 2**12, 2**14, 2**16)})
     monkeypatch.setattr(links, "cores_are_shared", lambda device: False)
     with fake_process_group(world):
@@ -50,14 +43,13 @@ def counted(monkeypatch, world: int) -> tuple[Counter, int, set]:
 
 
 @pytest.mark.parametrize(("world", "formed"), [(16, 2 + 8), (64, 8 + 8), (128, 16 + 8)])
-def test_measure_collectives_forms_groups_of_a_node_and_of_one_place_beside_the_world(monkeypatch, world, formed):
+def test_measure_collectives_forms_groups_of_node_and_place(monkeypatch, world, formed):
     calls, held, timed = counted(monkeypatch, world)
     assert calls["new_group"] == formed
     assert held <= 3
     gathers = {(c, NODE, False) for c in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)}
-    assert timed == gathers | {(Collective.ALL_REDUCE, world // NODE, True)} | {
-        (collective, world, True) for collective in Collective
-    }
+    everywhere = {(collective, world, True) for collective in Collective}
+    assert timed == gathers | {(Collective.ALL_REDUCE, world // NODE, True)} | everywhere
     # Eight collectives of four sizes: twice to choose the sizes, three rounds, and what ranks agree on.
     assert sum(calls.values()) - calls["new_group"] < 500
 
@@ -78,24 +70,14 @@ def test_group_sizes_holds_the_world_and_nothing_twice(world, local, every, size
 
 @pytest.mark.parametrize(("nodes", "local"), [(16, NODE), (2, 4)])
 def test_links_of_measured_gathers_predict_rings_of_every_size(nodes, local):
-    inside, across = (
-        Link(latency_s=1e-5, bytes_per_s=1e11, source=""),
-        Link(latency_s=1e-3, bytes_per_s=1e10, source=""),
-    )
-    known = Hardware(
-        device=preset("cpu").device, backend=preset("cpu").backend, nodes=nodes, devices_per_node=local,
-        intra_node=inside, inter_node=across,
-    )  # fmt: skip
-    world = nodes * local
+    known = toy_hardware(nodes, local, intra=(1e-5, 1e11), inter=(1e-3, 1e10), backend=Backend.GLOO)
+    inside, across, world = known.intra_node, known.inter_node, nodes * local
 
     def timing_of(size: int) -> CollectiveTiming:
         ring = shard_ring(known, size)
         alone, most = (collective_seconds(known, Collective.ALL_GATHER, ring, nbytes) for nbytes in (1, 10**9))
-        return CollectiveTiming(
-            collective=Collective.ALL_GATHER, group_size=size, latency_s=alone,
-            seconds_per_byte=(most - alone) / 10**9,
-            crosses_nodes=ring.node_crossings > 0,
-        )  # fmt: skip
+        kind = {"collective": Collective.ALL_GATHER, "group_size": size, "crosses_nodes": ring.node_crossings > 0}
+        return CollectiveTiming(**kind, latency_s=alone, seconds_per_byte=(most - alone) / 10**9)
 
     timings = [timing_of(size) for size in links.group_sizes(world, local)[0]]
     found = links.links_of(known.device, timings, local=local, world=world)
@@ -110,12 +92,8 @@ def test_links_of_measured_gathers_predict_rings_of_every_size(nodes, local):
 STANDARD = (2**16, 2**19, 2**21)
 
 
-def emulated_measurement(
-    monkeypatch, *, bytes_per_s: float, latency_s: float, seconds: float = 0.7, shared_cores: bool = False
-) -> tuple[float, list[set[int]], tuple]:
-    """Seconds on a clock that only calls of collectives move, sizes of messages of each, and the timings; four
-    ranks on two nodes.
-    """
+def emulated_measurement(monkeypatch, *, bytes_per_s, latency_s, seconds=0.7, shared_cores=False):
+    """Seconds on a clock that collectives move, sizes of messages, and timings; four ranks on two nodes."""
     clock, sent = [0.0], []
 
     def timed(test: links._CollectiveTest, nbytes: int, device: torch.device) -> float:
@@ -144,9 +122,8 @@ def test_measure_collectives_ends_within_a_limit_on_a_slow_network(monkeypatch, 
     taken_s, sent, found = emulated_measurement(monkeypatch, bytes_per_s=bytes_per_s, latency_s=latency_s)
     assert taken_s < 10.5
     assert all(len(sizes) >= 2 for sizes in sent)
-    for timing_found in found:
-        assert timing_found.seconds_per_byte == pytest.approx(1 / bytes_per_s, rel=0.01)
-        assert timing_found.latency_s == pytest.approx(latency_s, rel=0.01)
+    for one in found:
+        assert (one.seconds_per_byte, one.latency_s) == pytest.approx((1 / bytes_per_s, latency_s), rel=0.01)
 
 
 @pytest.mark.parametrize("network", [{"bytes_per_s": 1e9}, {"bytes_per_s": 1e6, "seconds": 60.0}])
@@ -156,18 +133,14 @@ def test_measure_collectives_sends_large_messages_where_time_suffices(monkeypatc
     assert "seconds" in network or all(min(sizes) == STANDARD[0] for sizes in sent)
 
 
-def test_linear_fit_stays_physical_under_noise():
-    assert linear_fit([(1_000, 2e-3), (1_000_000, 1e-3)]) == pytest.approx((0.0, 1e-9))
-
-
-def test_measure_collectives_adds_the_wait_for_the_last_of_ranks_that_share_cores(monkeypatch):
+def test_measure_collectives_adds_wait_where_ranks_share_cores(monkeypatch):
     monkeypatch.setattr(links, "_wait_seconds", lambda device: 0.25)
     _, _, found = emulated_measurement(monkeypatch, bytes_per_s=1e9, latency_s=1e-4, shared_cores=True)
     assert found
     assert all(one.latency_s == pytest.approx(0.2501, rel=0.01) for one in found)
 
 
-def test_wait_seconds_is_what_a_call_after_work_takes_beyond_both(monkeypatch):
+def test_wait_seconds_is_what_call_after_work_adds(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(links.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(links, "call_seconds", lambda *_, **__: [links._WORK_S])  # one product is all the work
@@ -183,7 +156,7 @@ def test_wait_seconds_is_what_a_call_after_work_takes_beyond_both(monkeypatch):
     assert links._wait_seconds(CPU) == pytest.approx(0.5)
 
 
-def test_work_clock_counts_the_work_of_all_ranks_where_they_share_cores(monkeypatch):
+def test_work_clock_counts_all_ranks_where_they_share_cores(monkeypatch):
     monkeypatch.setattr(timing, "cores_are_shared", lambda device: True)
     monkeypatch.setattr(timing, "usable_cores", lambda: 2)
     monkeypatch.setattr(timing, "find_topology", lambda: SimpleNamespace(ranks_per_node=6))

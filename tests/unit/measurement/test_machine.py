@@ -1,21 +1,20 @@
-"""Measurements of this machine: plausible alone, the same on every rank together; what the CPU takes to issue work
-to a GPU.
-"""
-
-from __future__ import annotations
+"""Measurements of this machine: plausible alone, equal on all ranks; memory that control groups allow."""
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 from hf_osdp.errors import HardwareError
 from hf_osdp.measurement import rates, timing
 from hf_osdp.measurement.machine import measure_hardware, measure_profile
+from hf_osdp.measurement.memory_limits import MemoryLimit, memory_limits, rank_share, tightest
 from hf_osdp.planner.description import DType
-from hf_osdp.planner.hardware import Backend, Collective, HostSpec
+from hf_osdp.planner.hardware import Backend, Collective
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile
 from hf_osdp.planner.search.search import search
@@ -24,16 +23,11 @@ from hf_osdp.preparation.simulate import fake_process_group
 from hf_osdp.report.run_tables import profile_tables
 from hf_osdp.tracing.describe import describe
 from tests.helpers.distributed import run_ranks
+from tests.helpers.hardware import host_of
 from tests.helpers.problems import problem
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-HOST = HostSpec(
-    memory_bytes=3 * 2**30,
-    to_device_bytes_per_s=2e10,
-    to_host_bytes_per_s=1e10,
-    update_bytes_per_s=4.2e9,
-    source="measured",
-)
+HOST = host_of(3 * 2**30, to_device=2e10, to_host=1e10, update=4.2e9)
 
 
 def test_measure_hardware_alone_is_plausible_and_leaves_the_random_state():
@@ -61,10 +55,8 @@ def _measure_here():
     return repr(hardware), (hardware.nodes, hardware.devices_per_node), sizes, positive
 
 
-FLAT = {
-    (collective, 2, False) for collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
-}
-STAGED = {(Collective.ALL_GATHER, 2, False), (Collective.REDUCE_SCATTER, 2, False), (Collective.ALL_REDUCE, 2, True)}
+PAIRS = {(Collective.ALL_GATHER, 2, False), (Collective.REDUCE_SCATTER, 2, False)}
+FLAT, STAGED = PAIRS | {(Collective.ALL_REDUCE, 2, False)}, PAIRS | {(Collective.ALL_REDUCE, 2, True)}
 """Pairs that gather and scatter lie inside a node, pairs that reduce replicas across."""
 
 
@@ -96,21 +88,20 @@ def test_profile_keeps_and_shows_the_host():
     assert "Host: 3.0 GiB per device, optimizer steps at 4.2 GB/s." in told
 
 
-def test_operator_seconds_of_a_gpu_are_the_cpus_and_not_the_gpus(monkeypatch):
+def test_operator_seconds_of_a_gpu_are_the_cpus(monkeypatch):
     waits, clock = [], itertools.count()  # each reading of the clock is a second after the one before
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     step = rates._tiny_step(CPU)
     monkeypatch.setattr(rates, "_tiny_step", lambda device: step)
-    monkeypatch.setattr(
-        timing, "synchronize", lambda device: (waits.append(device), [next(clock) for _ in range(100)])
-    )
+    wait = lambda device: (waits.append(device), [next(clock) for _ in range(100)])  # noqa: E731
+    monkeypatch.setattr(timing, "synchronize", wait)
     with rates._Counter() as counter:
         step()
     assert rates.operator_seconds(CUDA, 0.01) * counter.operators == pytest.approx(1)  # the wait would add 100
     assert set(waits) == {CUDA}
 
 
-def test_fsdp_overhead_on_a_gpu_is_the_cpus_time_of_the_quickest_round(monkeypatch):
+def test_fsdp_overhead_on_gpu_is_cpu_time_of_quickest_round(monkeypatch):
     monkeypatch.setattr(rates, "barrier", lambda device: None)
     with fake_process_group(1):
         assert rates.measure_fsdp_overhead(CPU, 0.01) is None, "one process on the CPU is not sharded"
@@ -148,8 +139,88 @@ def test_small_model_gets_few_micro_steps_where_issuing_takes_time(configuration
 
     def micro_batch(**changes) -> int:
         device = replace(gpus.device, reserved_bytes=0, communicator_bytes=0, **changes)
-        return search(
-            problem(small, replace(gpus, host=None, margin=0.0, device=device), job, 120_000_000)
-        ).plan.micro_batch_size
+        hardware = replace(gpus, host=None, margin=0.0, device=device)
+        return search(problem(small, hardware, job, 120_000_000)).plan.micro_batch_size
 
     assert micro_batch() == 64 > micro_batch(operator_s=0.0)
+
+
+GIB = 2**30
+TOP = "sys/fs/cgroup"
+V1 = f"{TOP}/memory/docker/abc"
+
+
+def v2_group(limit: str, used: int, *, droppable: int = 0, high: str = "max") -> dict[str, str]:
+    stat = f"anon {used - droppable}\ninactive_file {droppable}\n"
+    return {"memory.max": limit, "memory.high": high, "memory.current": str(used), "memory.stat": stat}
+
+
+def v1_group(limit: int, used: int, droppable: int) -> dict[str, str]:
+    stat = f"total_inactive_file {droppable}\n"
+    return {"memory.limit_in_bytes": str(limit), "memory.usage_in_bytes": str(used), "memory.stat": stat}
+
+
+NESTED = {
+    f"{TOP}/job.slice/step/task": v2_group("max\n", GIB),
+    f"{TOP}/job.slice/step": v2_group(str(16 * GIB), 6 * GIB, droppable=2 * GIB),
+    f"{TOP}/job.slice": v2_group(str(128 * GIB), 9 * GIB, high=str(20 * GIB)),
+}
+STEP = (f"{TOP}/job.slice/step/memory.max", 16 * GIB, 12 * GIB)
+SLICE = (f"{TOP}/job.slice/memory.high", 20 * GIB, 11 * GIB)
+CONTAINER = {TOP: v2_group(str(4 * GIB), GIB)}
+MOUNT = (f"{TOP}/memory.max", 4 * GIB, 3 * GIB)
+V1_LINES = "4:memory:/docker/abc\n1:cpu:/docker/abc\n0::/\n"
+V1_GROUPS = {V1: v1_group(8 * GIB, 3 * GIB, GIB), f"{TOP}/memory": v1_group(2**63 - 4096, 0, 0)}
+BROKEN = {f"{TOP}/x": {"memory.max": "a lot", "memory.high": str(8 * GIB), "memory.current": "-"}}
+V1_LIMIT = (f"{V1}/memory.limit_in_bytes", 8 * GIB, 6 * GIB)
+FOUND = {
+    "none": ("0::/\n", {}, []),
+    "no path": ("", {TOP: v2_group("max", GIB)}, []),
+    "version 2: each up to the root, and high too": ("0::/job.slice/step/task\n", NESTED, [STEP, SLICE]),
+    "version 1: none is a large number": (V1_LINES, V1_GROUPS, [V1_LIMIT]),
+    "a container that sees its group as the mount": ("0::/docker/abc\n", CONTAINER, [MOUNT]),
+    "a container that sees the end of the path": ("0::/pod/job.slice/step\n", NESTED, [STEP, SLICE]),
+    "a path beside the mount": ("0::/../job.slice\n", {**CONTAINER, **NESTED}, [MOUNT]),
+    "not readable": ("0::/x\nnonsense\n", BROKEN, []),
+}
+
+
+@pytest.mark.parametrize(("cgroup", "groups", "limits"), FOUND.values(), ids=FOUND)
+def test_memory_limits_are_the_machines_and_those_of_control_groups(monkeypatch, tmp_path, cgroup, groups, limits):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=32 * GIB))
+    for folder, group in {"proc/self": {"cgroup": cgroup}, **groups}.items():
+        Path(tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        for name, text in group.items():
+            Path(tmp_path / folder / name).write_text(text)
+    found = memory_limits(tmp_path)
+    told = [(limit.name, limit.total_bytes, limit.free_bytes) for limit in found]
+    assert told == [("this machine", 64 * GIB, 32 * GIB), *limits]
+    if groups is NESTED:
+        assert tightest(found) == MemoryLimit(name=STEP[0], total_bytes=16 * GIB, free_bytes=11 * GIB)
+
+
+def limit_of(name: str, gib: int) -> MemoryLimit:
+    return MemoryLimit(name=name, total_bytes=gib * GIB, free_bytes=gib * GIB)
+
+
+def test_rank_share_divides_groups_among_the_ranks_in_them():
+    sizes = {"this machine": 64, "job/memory.max": 16, "job/task0/memory.max": 6}
+    machine, job, own = (limit_of(name, gib) for name, gib in sizes.items())
+    names = ["this machine", job.name]
+    text = "16.0 GiB of job/memory.max less what others hold, among 2 ranks"
+    assert rank_share([machine, job], [names, names]) == (8 * GIB, text)
+    share = rank_share([machine, job, own], [[*names, own.name], [*names, "job/task1/memory.max"]])
+    assert share == (6 * GIB, "6.0 GiB of job/task0/memory.max less what others hold")
+
+
+def test_share_is_equal_for_small_changes_of_use():
+    frees = (12 * GIB + 1, 12 * GIB + 2**28, 13 * GIB - 1, 0)
+    shares = [MemoryLimit(name="", total_bytes=16 * GIB, free_bytes=free).share_bytes(2) for free in frees]
+    assert shares == [6 * GIB] * 3 + [GIB // 2]
+
+
+def test_measure_hardware_on_the_cpu_has_what_control_groups_allow(monkeypatch):
+    monkeypatch.setattr("hf_osdp.measurement.memory_limits.memory_limits", lambda: (limit_of("job/memory.max", 2),))
+    device = measure_hardware(device_type="cpu", seconds=0.05).device
+    assert device.memory_bytes == 2 * GIB
+    assert device.source == "measured; memory: 2.0 GiB of job/memory.max less what others hold"

@@ -1,8 +1,4 @@
-"""Steps between calls, and those of a loop found by hooks alone: what counts, what does not, and that nothing stays
-behind.
-"""
-
-from __future__ import annotations
+"""Steps between calls, and those of a loop found by hooks alone: what counts, and that nothing stays behind."""
 
 import gc
 import time
@@ -30,7 +26,7 @@ NOW = "hf_osdp.measurement.step_meter.now"
 
 
 def measure(steps: int, seconds: float, elements: int) -> StepMeter:
-    """Steps that hold a parameter, a momentum, and the product in forward or the gradient in backward."""
+    """Steps that hold a parameter, a momentum, and a product in forward or a gradient in backward."""
     model = torch.nn.ParameterList([torch.zeros(elements)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     meter = StepMeter("cpu", lambda: training_tensors(model, optimizer))
@@ -45,7 +41,7 @@ def measure(steps: int, seconds: float, elements: int) -> StepMeter:
     return meter
 
 
-def test_step_meter_time_leaves_out_two_steps_and_what_lies_between(monkeypatch):
+def test_step_meter_time_leaves_out_two_steps_and_gaps(monkeypatch):
     clock = iter([0.0, 100.0, 200.0, 300.0, 400.0, 405.0, 500.0, 501.0, 600.0, 602.0])
     monkeypatch.setattr(NOW, lambda device: next(clock))
     meter = StepMeter("cpu", list)
@@ -58,10 +54,8 @@ def test_step_meter_time_leaves_out_two_steps_and_what_lies_between(monkeypatch)
 def test_step_meter_gives_none_before_anything_is_measured():
     assert StepMeter("cpu", list).summary() == Observation(steps=0, median_step_s=None)
     summary = measure(1, 0.0, 10).summary()
-    assert (
-        summary == Observation(steps=1, median_step_s=None, first_step_s=summary.first_step_s)
-        and summary.first_step_s > 0
-    )
+    first_s = summary.first_step_s
+    assert summary == Observation(steps=1, median_step_s=None, first_step_s=first_s) and first_s > 0
 
 
 def test_step_meter_forgets_a_step_that_did_not_end():
@@ -75,7 +69,7 @@ def test_step_meter_forgets_a_step_that_did_not_end():
         meter.step_ends()
 
 
-def test_step_meter_on_cuda_takes_the_largest_peak_of_whole_steps_without_workspaces(monkeypatch):
+def test_step_meter_on_cuda_takes_largest_peak_without_workspaces(monkeypatch):
     """With the allocator's counters played by numbers: the most since the last reset."""
     played = SimpleNamespace(most=100)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: setattr(played, "most", 100))
@@ -118,9 +112,8 @@ def test_step_meter_summary_is_the_worst_ranks():
 
 def test_collectives_inside_and_across_nodes_are_told_apart():
     def call(crosses: bool, seconds: float) -> CollectiveTotal:
-        return CollectiveTotal(
-            collective=Collective.ALL_GATHER, group_size=2, crosses_nodes=crosses, nbytes=2**20, seconds=seconds
-        )
+        pair = {"collective": Collective.ALL_GATHER, "group_size": 2, "nbytes": 2**20}
+        return CollectiveTotal(**pair, crosses_nodes=crosses, seconds=seconds)
 
     inside, across = timings_of([call(False, 1e-3), call(True, 1e-2), call(False, 1e-3)])
     assert (inside.crosses_nodes, across.crosses_nodes) == (False, True)
@@ -138,16 +131,13 @@ class Model(torch.nn.Module):
         return (self.weight * batch).sum()
 
 
-def test_compiled_code_skips_the_tracker_so_that_its_peak_is_unknown_and_one_step_is_clocked(monkeypatch):
+def test_compiled_code_has_unknown_peak_and_one_clocked_step(monkeypatch):
     clocked = []
 
     class Clock(SkippableMode):
         def __init__(self, device):
             super().__init__()
-
-        def __enter__(self):
             clocked.append(meter.steps)
-            return super().__enter__()
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
@@ -165,9 +155,7 @@ def test_compiled_code_skips_the_tracker_so_that_its_peak_is_unknown_and_one_ste
     assert meter.peak_bytes is None and clocked == [2]
 
 
-def metered(
-    steps: int = 4, micro_steps: int | None = None
-) -> tuple[Model, torch.optim.Optimizer, LoopMeter, list[Observation]]:
+def metered(steps=4, micro_steps=None) -> tuple[Model, torch.optim.Optimizer, LoopMeter, list[Observation]]:
     told: list[Observation] = []
     model = Model()
     plan = SimpleNamespace(accumulation_steps=micro_steps)
@@ -175,12 +163,8 @@ def metered(
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False), meter, told
 
 
-def global_hooks() -> int:
-    return len(after_step)
-
-
 def test_loop_meter_measures_steps_and_removes_its_hooks():
-    before, data, batch = global_hooks(), torch.zeros(50 * ELEMENTS), torch.zeros(ELEMENTS)
+    before, data, batch = len(after_step), torch.zeros(50 * ELEMENTS), torch.zeros(ELEMENTS)
     model, optimizer, meter, told = metered()
     for step in range(6):
         for _ in range(2):
@@ -196,7 +180,7 @@ def test_loop_meter_measures_steps_and_removes_its_hooks():
     # weight, momentum, batch, and in the second pass the gradient of the first beside the product or another gradient
     assert 5 * 4 * ELEMENTS <= told[0].peak_bytes < 6 * 4 * ELEMENTS, "the data in memory do not count"
     assert data.numel() > 0
-    assert not model._forward_pre_hooks and global_hooks() == before
+    assert not model._forward_pre_hooks and len(after_step) == before
     meter.finish()
     assert len(told) == 1
 
@@ -228,7 +212,7 @@ def test_loop_meter_ignores_other_optimizers_and_steps_without_a_pass():
     meter.stop()
 
 
-def test_loop_meter_finish_reports_a_short_loop_and_nothing_of_one_without_steps():
+def test_loop_meter_finish_reports_short_loop_and_no_empty_one():
     model, optimizer, meter, told = metered()
     model(torch.ones(ELEMENTS)).backward()
     optimizer.step()
@@ -239,7 +223,7 @@ def test_loop_meter_finish_reports_a_short_loop_and_nothing_of_one_without_steps
     assert not told
 
 
-def test_loop_meter_leaves_a_dispatch_mode_of_the_user_in_place():
+def test_loop_meter_leaves_users_dispatch_mode_in_place():
     """It is opened in one place and closed in another, around ours."""
     model, optimizer, _meter, told = metered(steps=3)
     for _ in range(3):
@@ -254,37 +238,29 @@ def test_loop_meter_leaves_a_dispatch_mode_of_the_user_in_place():
 
 
 class Plain(TorchDispatchMode):
+    operators = 0
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operators += 1
         return func(*args, **(kwargs or {}))
 
 
-def test_loop_meter_enters_no_mode_inside_one_that_ends_within_the_step():
-    class Counts(TorchDispatchMode):
-        operators = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.operators += 1
-            return func(*args, **kwargs or {})
-
-    model = torch.nn.Linear(2, 2)
-    optimizer, reports = torch.optim.SGD(model.parameters()), []
-    meter = LoopMeter(
-        model, torch.device("cpu"), reports.append, SimpleNamespace(accumulation_steps=1), may_skip=False
-    )
+def test_loop_meter_enters_no_mode_inside_one_ending_in_step():
+    model, optimizer, meter, told = metered()
     for _ in range(3):
-        with Counts() as counts:
-            loss = model(torch.ones(1, 2)).sum()
+        with Plain() as users:
+            loss = model(torch.ones(ELEMENTS))
         assert not _get_current_dispatch_mode_stack()
-        of_forward = counts.operators
+        of_forward = users.operators
         loss.backward()
         optimizer.step()
-        assert counts.operators == of_forward
+        assert users.operators == of_forward
     meter.finish()
-    assert reports[0].peak_bytes is None and reports[0].steps == 3
+    assert told[0].peak_bytes is None and told[0].steps == 3
 
 
 def test_loop_meter_counts_no_forward_inside_backward():
-    """Losses that keep gradients of outputs (GradCache) run the model again in backward, whose modes end with it."""
+    """Losses such as GradCache run the model again in backward, whose modes end with it."""
     model, optimizer, _meter, told = metered(steps=3)
 
     def run_again(gradient):
@@ -304,9 +280,9 @@ def test_loop_meter_counts_no_forward_inside_backward():
 
 def test_loop_meter_does_not_keep_a_deleted_model_alive():
     gc.collect()  # meters of other tests take their hooks off when they go
-    before = global_hooks()
+    before = len(after_step)
     model, optimizer, meter, _ = metered()
     gone = weakref.ref(model)
     del model, optimizer, meter
     gc.collect()
-    assert gone() is None and global_hooks() == before
+    assert gone() is None and len(after_step) == before

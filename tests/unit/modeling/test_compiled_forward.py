@@ -1,8 +1,7 @@
 """Forwards that are compiled in place: copies of the model, and batch normalisation."""
 
-from __future__ import annotations
-
 import copy
+import functools
 import pickle
 
 import pytest
@@ -43,7 +42,7 @@ def block() -> nn.Module:
     return Normed()
 
 
-def test_wrappers_of_torch_compile_are_taken_off_a_model_and_its_modules():
+def test_wrappers_of_torch_compile_are_taken_off_all_modules():
     plain = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
     names = list(plain.state_dict())
     assert unwrapped(plain, OSDPConfig()) == (plain, OSDPConfig())
@@ -57,7 +56,11 @@ def test_wrappers_of_torch_compile_are_taken_off_a_model_and_its_modules():
         unwrapped(torch.compile(nn.Linear(2, 2), backend="eager"), OSDPConfig())
 
 
-def test_statistics_of_batch_norm_in_a_compiled_block_count_each_batch_once(block):
+@pytest.mark.parametrize("generates_code", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_batch_norm_in_compiled_block_counts_each_batch_once(block, generates_code, monkeypatch):
+    if not generates_code:  # dynamo and the partitioner alone
+        without_code = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+        monkeypatch.setattr(torch, "compile", lambda forward, **_: without_code(forward))
     compiled = copy.deepcopy(block)
     change_blocks(compiled, NORMED)
     torch.testing.assert_close(stepped(compiled), stepped(block))
@@ -65,10 +68,8 @@ def test_statistics_of_batch_norm_in_a_compiled_block_count_each_batch_once(bloc
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_of_a_model_with_compiled_blocks_run_their_own_weights(block, copied, monkeypatch):
-    monkeypatch.setattr(
-        torch, "compile", lambda forward, **options: lambda *args: forward(*args)
-    )  # whose weights run does not need code
+def test_copies_with_compiled_blocks_run_their_own_weights(block, copied, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: lambda *args: forward(*args))  # it needs no code
     change_blocks(block, NORMED)
     block(torch.ones(2, 4))
     other = copied(block)

@@ -1,37 +1,29 @@
 """The loss in chunks is the whole loss, with its gradients; logits are there where something reads them."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from functools import partial
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 from hf_osdp.errors import OSDPError
 from hf_osdp.modeling.split.deferred_logits import DeferredLogits
 from hf_osdp.modeling.split.loss_chunks import chunk_loss
 from tests.helpers.models import VOCABULARY, tiny_batch, tiny_model
 
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 20,
-    "intermediate_size": 36,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
+SMALL = {"vocab_size": VOCABULARY, "hidden_size": 20, "intermediate_size": 36, "num_hidden_layers": 1}
+SMALL |= {"num_attention_heads": 2}
+T5 = {"vocab_size": VOCABULARY, "d_model": 20, "d_ff": 36, "num_layers": 1, "num_heads": 2, "d_kv": 10}
+MODELS = {  # the first caps its logits, the second scales them
+    "gemma2": ("Gemma2", {**SMALL, "num_key_value_heads": 1, "head_dim": 10, "final_logit_softcapping": 0.5}),
+    "cohere": ("Cohere", {**SMALL, "num_key_value_heads": 1, "logit_scale": 0.3, "pad_token_id": 0}),
+    "t5": ("T5", {**T5, "dropout_rate": 0.0, "decoder_start_token_id": 0}),
 }
 CHUNKS = 5
 
@@ -40,28 +32,19 @@ def causal_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_inde
     """transformers' ForCausalLMLoss in the logits' own dtype, with torch's options."""
     targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].reshape(-1)
     reduction = "mean" if num_items_in_batch is None else "sum"
-    loss = F.cross_entropy(
-        logits.view(-1, vocab_size), targets, ignore_index=ignore_index, reduction=reduction, **options
-    )
+    options |= {"ignore_index": ignore_index, "reduction": reduction}
+    loss = F.cross_entropy(logits.view(-1, vocab_size), targets, **options)
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
 def model_of(name: str) -> nn.Module:
     torch.manual_seed(0)
-    match name:
-        case "gemma2":  # caps its logits
-            model = Gemma2ForCausalLM(
-                Gemma2Config(**SMALL, num_key_value_heads=1, head_dim=10, final_logit_softcapping=0.5)
-            )
-        case "cohere":  # scales them
-            model = CohereForCausalLM(CohereConfig(**SMALL, num_key_value_heads=1, logit_scale=0.3, pad_token_id=0))
-        case "t5":
-            sizes = {"d_model": 20, "d_ff": 36, "num_layers": 1, "num_heads": 2, "d_kv": 10}
-            model = T5ForConditionalGeneration(
-                T5Config(vocab_size=VOCABULARY, **sizes, dropout_rate=0.0, decoder_start_token_id=0)
-            )
-        case _:
-            model = tiny_model(name, layers=1)
+    if name in MODELS:
+        prefix, sizes = MODELS[name]
+        kind = "ForConditionalGeneration" if name == "t5" else "ForCausalLM"
+        model = getattr(transformers, prefix + kind)(getattr(transformers, f"{prefix}Config")(**sizes))
+    else:
+        model = tiny_model(name, layers=1)
     model.double().train()
     if hasattr(model, "loss_function") and name not in ("bert", "t5"):
         model.loss_function = causal_loss
@@ -97,17 +80,15 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
-        self.elements = max(
-            [self.elements, *(leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor))]
-        )
+        sizes = [leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+        self.elements = max([self.elements, *sizes])
         return made
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"num_items_in_batch": torch.tensor(77)}, {"label_smoothing": 0.2}],
-    ids=["mean", "sum", "smoothed"],
-)
+OPTIONS = {"mean": {}, "sum": {"num_items_in_batch": torch.tensor(77)}, "smoothed": {"label_smoothing": 0.2}}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "cohere", "bert", "t5"])
 def test_loss_and_gradients_are_those_of_whole_logits(name, options):
     whole, chunked = pair(name)
@@ -141,22 +122,20 @@ def test_gradients_of_low_precision_are_summed_in_float32():
     whole = copy.deepcopy(exact).bfloat16()
     whole.zero_grad()
     whole(**batch()).loss.backward()
-    error, of_whole = (
-        (one.double() - expected).norm() / expected.norm() for one in (gradient, whole.lm_head.weight.grad)
-    )
+    found = (gradient, whole.lm_head.weight.grad)
+    error, of_whole = ((one.double() - expected).norm() / expected.norm() for one in found)
     assert gradient.dtype is torch.bfloat16 and error < 1.3 * of_whole
 
 
-def test_logits_that_are_read_are_those_of_the_model_and_train_it(caplog):
+def test_logits_that_are_read_are_the_models_and_train_it(caplog):
     whole, chunked = pair("cohere")
     with caplog.at_level(logging.WARNING):
         losses = []
         for model in (whole, chunked):
             out = model(**batch())
             losses.append(out.loss + out.logits.logsumexp(-1).square().mean() + (out.logits[:, -1] + 1).mean())
-    assert isinstance(out.logits, DeferredLogits) and out.logits.shape == (8, 12, VOCABULARY) == tuple(
-        out.logits.size()
-    )
+    assert isinstance(out.logits, DeferredLogits)
+    assert out.logits.shape == (8, 12, VOCABULARY) == tuple(out.logits.size())
     for loss in losses:
         loss.backward()
     torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=1e-13)
@@ -166,35 +145,30 @@ def test_logits_that_are_read_are_those_of_the_model_and_train_it(caplog):
     ]
 
 
-@pytest.mark.parametrize(
-    "how",
-    [{"reduction": "none"}, {"weight": torch.rand(VOCABULARY, dtype=torch.float64)}],
-    ids=["by token", "classes"],
-)
-def test_losses_that_pieces_cannot_sum_take_whole_logits(how):
-    whole, chunked = pair()
-    for model in (whole, chunked):
-        model.loss_function = partial(weighted, **how)
-        model(**batch()).loss.backward()
-    assert_gradients_alike(whole, chunked)
-
-
 def weighted(logits, labels, vocab_size, **how):
     losses = F.cross_entropy(logits.view(-1, vocab_size), labels.reshape(-1), **how)
     return (losses * torch.linspace(0, 1, losses.numel(), dtype=torch.float64)).sum() if losses.dim() else losses
 
 
-def test_shifted_by_slices_as_older_models_do():
+def shifted(logits, labels, vocab_size, **_):
+    return F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, vocab_size), labels[..., 1:].reshape(-1))
+
+
+LOSSES = {
+    "by token": partial(weighted, reduction="none"),
+    "classes": partial(weighted, weight=torch.rand(VOCABULARY, dtype=torch.float64)),
+    "shifted by slices, as in older models": shifted,
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_losses_of_other_forms_have_the_gradients_of_whole_logits(loss):
     whole, chunked = pair()
-
-    def loss(logits, labels, vocab_size, **_):
-        return F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, vocab_size), labels[..., 1:].reshape(-1))
-
     for model in (whole, chunked):
         model.loss_function = loss
         model(**batch()).loss.backward()
     assert_gradients_alike(whole, chunked)
-    assert not chunked.lm_head._has_warned
+    assert loss is not shifted or not chunked.lm_head._has_warned
 
 
 @pytest.mark.parametrize("frozen", ["lm_head", "model"])
@@ -239,9 +213,8 @@ def test_autocast_is_as_exact_as_with_whole_logits():
         losses[-1].backward()
     assert losses[0].dtype is losses[1].dtype is torch.float32
     torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=1e-5)
-    gradients = [
-        torch.cat([parameter.grad.flatten() for parameter in model.parameters()]) for model in (exact, whole, chunked)
-    ]
+    models = (exact, whole, chunked)
+    gradients = [torch.cat([parameter.grad.flatten() for parameter in model.parameters()]) for model in models]
     of_whole, of_chunks = ((one - gradients[0]).norm() / gradients[0].norm() for one in gradients[1:])
     assert 0 < of_chunks < 1.2 * of_whole
 
@@ -270,20 +243,15 @@ def test_changes_in_place_that_the_loss_would_miss_are_refused(change):
 
 
 def test_models_without_such_a_head_are_refused():
-    from transformers import BertConfig, BertForSequenceClassification
-
-    bert = BertForSequenceClassification(BertConfig(**SMALL))
-    with pytest.raises(OSDPError, match="no vocabulary projection with labels; leave it whole"):
-        chunk_loss(bert, CHUNKS)
-    chunked = pair()[1]
-    chunk_loss(chunked, CHUNKS)
-    with pytest.raises(OSDPError, match=f"is already in {CHUNKS} chunks"):
-        chunk_loss(chunked, CHUNKS + 1)
-    hooked = model_of("llama")
+    bert = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL))
+    hooked, other = model_of("llama"), model_of("llama")
     hooked.lm_head.register_forward_hook(lambda *_: None)
-    with pytest.raises(OSDPError, match="has hooks, which would see no logits; leave it whole"):
-        chunk_loss(hooked, CHUNKS)
-    other = model_of("llama")
     other.lm_head = nn.Sequential(other.lm_head)
-    with pytest.raises(OSDPError, match="is a Sequential, not a plain nn"):
-        chunk_loss(other, CHUNKS)
+    for model, says in (
+        (bert, "no vocabulary projection with labels; leave it whole"),
+        (pair()[1], f"is already in {CHUNKS} chunks"),
+        (hooked, "has hooks, which would see no logits; leave it whole"),
+        (other, "is a Sequential, not a plain nn"),
+    ):
+        with pytest.raises(OSDPError, match=says):
+            chunk_loss(model, CHUNKS + 1)

@@ -1,9 +1,7 @@
 """Activations that wait on the host: the same gradients from less memory of the device."""
 
-from __future__ import annotations
-
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -57,9 +55,7 @@ def two_layers(name: str, *, attention: str = "sdpa", dropout: float = 0.0) -> n
     return model
 
 
-def gradients(
-    model: nn.Module, loss: Callable[[nn.Module], torch.Tensor], *, backwards: int = 1
-) -> list[torch.Tensor]:
+def gradients(model, loss, *, backwards=1) -> list[torch.Tensor]:
     """The loss, and what backward leaves in parameters."""
     torch.manual_seed(1)
     value = loss(model)
@@ -91,7 +87,7 @@ def test_losses_and_gradients_are_the_plain_models(name, attention, dropout, way
     assert all_equal(gradients(model, batch_loss), gradients(plain, batch_loss))
 
 
-def test_blocks_of_each_way_train_together_also_where_the_graph_is_retained():
+def test_blocks_of_each_way_train_together_with_retained_graph():
     plain, model = (tiny_model("gpt2", layers=4) for _ in range(2))
     for block, change in zip(blocks(model), (offload, recompute, recompute_and_offload), strict=False):
         change(block)
@@ -102,18 +98,13 @@ def test_names_stay_and_each_way_is_told_apart(way):
     plain, model = two_layers("gpt2"), changed(changed(two_layers("gpt2"), way), way)
     for names in ("named_modules", "named_parameters", "state_dict"):
         assert list(dict(getattr(model, names)())) == list(dict(getattr(plain, names)()))
-    assert all(
-        (recomputation_of(block) is not None, activations_of(block).offloads) == (way is not offload, True)
-        for block in blocks(model)
-    )
     recompute(blocks(plain)[0])
-    assert (recomputation_of(blocks(plain)[0]) is not None, activations_of(blocks(plain)[0]).offloads) == (True, False)
+    told = [(recomputation_of(b) is not None, activations_of(b).offloads) for b in (*blocks(model), blocks(plain)[0])]
+    assert told == [(way is not offload, True)] * 2 + [(True, False)]
 
 
 def device_and_host_bytes(block: nn.Module, x: torch.Tensor) -> tuple[int, int]:
-    """Bytes that a block's forward leaves beside its parameters and its output: its input, which nobody else holds,
-    and what it saves.
-    """
+    """Bytes that a block's forward leaves beside its parameters and output: its input and what it saves."""
     with MemoryTracker(block_bytes=1) as memory, memory.host_copies():
         output = block(x * 1)
         left = memory.current_bytes - output.nbytes
@@ -148,8 +139,7 @@ class Toy(nn.Module):
 
 
 def test_what_others_hold_is_not_copied(host_copies):
-    block = Toy()
-    offload(block)
+    offload(block := Toy())
     x, mask, positions = (torch.randn(*shape, requires_grad=True) for shape in ((3, 4), (3, 5), (1, 5)))
     output = block(x * 1, mask, positions=positions)
     assert sizes(host_copies) == [3 * 4, 3 * 5]  # the input, and the product that the mask multiplies
@@ -204,10 +194,8 @@ class Lazy(nn.Module):
 
 def test_what_storage_and_strides_do_not_say_is_not_lost():
     two_tensor = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
-    for block, x in (
-        (Lazy(), torch.randn(3, 2)),
-        (nn.Sequential(nn.GELU(), nn.Tanh()), two_tensor(torch.randn(3), torch.randn(3))),
-    ):
+    pair = two_tensor(torch.randn(3), torch.randn(3))
+    for block, x in ((Lazy(), torch.randn(3, 2)), (nn.Sequential(nn.GELU(), nn.Tanh()), pair)):
         x.requires_grad_()
         wanted = torch.autograd.grad((block(x * 1) ** 2).sum(), x)[0]
         offload(block)
@@ -237,7 +225,7 @@ def test_encoder_and_decoder_train_as_the_plain_model(real_model, way):
     assert all_equal(gradients(model, t5_loss), gradients(plain, t5_loss))
 
 
-def test_only_the_hidden_states_of_a_decoder_blocks_inputs_are_its_own(real_model):
+def test_only_hidden_states_of_decoder_inputs_are_its_own(real_model):
     model, owned = real_model("T5ForConditionalGeneration"), []
 
     def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -254,7 +242,7 @@ def test_only_the_hidden_states_of_a_decoder_blocks_inputs_are_its_own(real_mode
 class Copied:
     """The end of a copy that runs until somebody waits for it."""
 
-    def __init__(self, running: list[Copied]) -> None:
+    def __init__(self, running: list) -> None:
         self.running = running
         running.append(self)
 
@@ -263,15 +251,15 @@ class Copied:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["saved", "recomputed"])
-def test_host_memory_is_read_before_a_further_micro_step_takes_it_again(again, monkeypatch):
+def test_host_memory_is_read_before_another_micro_step_takes_it(again, monkeypatch):
     """However far the CPU is ahead: copies back that still run hold page-locked memory."""
     running: list[Copied] = []
     monkeypatch.setattr(offloading._OffloadedStorage, "wait", lambda self: None)
     monkeypatch.setattr(offloading._OffloadedStorage, "__del__", lambda self: None)
-    copy = offloading._OffloadedStorage._copy
+    stock = offloading._OffloadedStorage._copy
 
     def copied(self, to, source):
-        copy(self, to, source)
+        stock(self, to, source)
         if self.fetched:
             self.copied = Copied(running)
 

@@ -1,6 +1,6 @@
 """Bases in 4 bits: sizes of packed weights, equal products, what a description counts, and what is refused."""
 
-from __future__ import annotations
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ pytest.importorskip("peft", reason="the extra peft is not installed")
 
 
 def base(**options: object) -> nn.Module:
-    return in_4_bits(tiny_model("llama", dtype=torch.float32, scale=5.0), **options)
+    return in_4_bits(tiny_model("llama", dtype=torch.float32, scale=5.0, layers=2), **options)
 
 
 @pytest.mark.parametrize("nested", [True, False])
@@ -35,15 +35,10 @@ def test_bytes_of_a_weight_are_those_of_bitsandbytes(nested):
     assert torch.equal(restored, bnb.functional.dequantize_4bit(layer.weight, state))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"quant_storage": torch.float32},
-        {"quant_type": "fp4", "compress_statistics": False},
-        {"compute_dtype": None},
-    ],
-)
+FP4 = {"quant_type": "fp4", "compress_statistics": False}
+
+
+@pytest.mark.parametrize("options", [{}, {"quant_storage": torch.float32}, FP4, {"compute_dtype": None}])
 def test_packed_model_computes_the_same_to_the_bit(options):
     model, batch = adapted(base(**options)), tiny_batch(0)
     tiny_loss(model, batch).backward()
@@ -54,7 +49,7 @@ def test_packed_model_computes_the_same_to_the_bit(options):
     assert expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_description_is_the_same_before_and_after_packing_and_on_meta():
+def test_description_is_equal_before_after_packing_and_on_meta():
     model = adapted(base())
     options = {"sequence_length": SEQUENCE_LENGTH, "partial_recomputation": False}
     before = describe(model, **options)
@@ -67,15 +62,13 @@ def test_description_is_the_same_before_and_after_packing_and_on_meta():
     assert planned.fingerprint == packed.fingerprint and packed.compute_dtype is DType.FLOAT32
 
 
-def in_8_bits() -> nn.Module:
-    return nn.Sequential(bnb.nn.Linear8bitLt(4, 4, has_fp16_weights=False))
+IN_8_BITS = partial(bnb.nn.Linear8bitLt, has_fp16_weights=False)
 
 
 def in_float8() -> nn.Module:
     float8 = pytest.importorskip("torchao.float8", reason="torchao is not installed; pip install 'hf_osdp[low-bit]'")
-    return float8.convert_to_float8_training(
-        nn.Sequential(nn.Linear(16, 16)), config=float8.Float8LinearConfig(emulate=True)
-    )
+    emulated = float8.Float8LinearConfig(emulate=True)
+    return float8.convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=emulated)
 
 
 def of_another_library() -> nn.Module:
@@ -84,17 +77,14 @@ def of_another_library() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (in_8_bits, r"bitsandbytes in 8 bits, which cannot be planned; load it in 4 bits"),
-        (lambda: nn.Sequential(bnb.nn.Embedding4bit(4, 4)), r"4 bits outside of linear layers"),
-        (in_float8, r"float8 \(torchao's convert_to_float8_training\), .* leave the conversion out and train in bf16"),
-        (of_another_library, r"quantized by gptq, which cannot be planned"),
-        (base, r"adapters of peft, .* get_peft_model"),
-        (lambda: adapted(base(), use_dora=True), r"DoRA .* use_dora=False trains LoRA"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: nn.Sequential(IN_8_BITS(4, 4)), r"bitsandbytes in 8 bits, which cannot be planned; load it in 4 bits"),
+    (lambda: nn.Sequential(bnb.nn.Embedding4bit(4, 4)), r"4 bits outside of linear layers"),
+    (in_float8, r"float8 \(torchao's convert_to_float8_training\), .* leave the conversion out and train in bf16"),
+    (of_another_library, r"quantized by gptq, which cannot be planned"),
+    (base, r"adapters of peft, .* get_peft_model"),
+    (lambda: adapted(base(), use_dora=True), r"DoRA .* use_dora=False trains LoRA"),
+])  # fmt: skip
 def test_what_cannot_be_planned_is_refused_in_one_line(make, message):
     with pytest.raises(OSDPError, match=message):
         pack(make())

@@ -1,8 +1,7 @@
-"""Attributes replaced for a while are as before afterwards, whatever the owner is."""
-
-from __future__ import annotations
+"""Attributes replaced for a while, and hooks of every optimizer's step: afterwards all is as before."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -11,6 +10,7 @@ from torch import nn
 
 from hf_osdp.integrations.samples import _preserve_generators
 from hf_osdp.modeling.replaced import replaced
+from hf_osdp.modeling.step_hooks import after_step, before_step
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Frozen:
     owner: random.Random
 
 
-def test_generator_of_a_frozen_dataset_under_any_name_is_replaced_and_restored():
+def test_generator_of_frozen_dataset_is_replaced_and_restored():
     dataset = Frozen(random.Random(0))
     given = dataset.owner
     with _preserve_generators(dataset):
@@ -35,7 +35,7 @@ def test_attribute_of_a_compiled_submodule_is_as_before_afterwards():
     assert block.gradient_checkpointing and model[0].gradient_checkpointing
 
 
-def test_inherited_attribute_of_a_class_is_inherited_again_after_an_error():
+def test_inherited_attribute_is_inherited_again_after_an_error():
     class Base:
         name = staticmethod(lambda: "base")
 
@@ -48,3 +48,24 @@ def test_inherited_attribute_of_a_class_is_inherited_again_after_an_error():
             assert owner.name() == "other"
             raise KeyError
         assert vars(owner).get("name") is before and owner.name() == "base"
+
+
+def step() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    torch.optim.SGD([parameter], lr=0.1).step()
+
+
+def test_hooks_removed_during_a_step_leave_others_alone():
+    said, before = [], (len(before_step), len(after_step))
+    for hooks in (before_step, after_step):
+        removers: list[Callable[[], object]] = []
+        removers.append(hooks.add(lambda optimizer, removers=removers: said.append("leaves") or removers[0]()))
+        removers.append(hooks.add(lambda optimizer: said.append("stays")))
+        step()
+        step()
+        for remove in removers:
+            remove()
+    step()
+    assert said == ["leaves", "stays", "stays"] * 2
+    assert (len(before_step), len(after_step)) == before

@@ -1,8 +1,4 @@
-"""Blocks that are recomputed but for chosen operators: the same gradients, random numbers included, and clear
-refusals.
-"""
-
-from __future__ import annotations
+"""Blocks that are recomputed but for chosen operators: the same gradients, random numbers included, or refusals."""
 
 import copy
 import logging
@@ -10,16 +6,9 @@ import random
 
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    BertConfig,
-    GPT2Config,
-    LlamaConfig,
-    MixtralConfig,
-    PretrainedConfig,
-)
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from hf_osdp.modeling import selective
 from hf_osdp.modeling.batch import training_batch
@@ -32,21 +21,15 @@ from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.recomputation import LoggedCall, OperatorLog, _warn_about_generator
 from tests.helpers.problems import problem
 
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 50,
-}
-MODELS: dict[str, PretrainedConfig] = {
-    "gpt2 with dropout": GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=32, vocab_size=50),
-    "gpt2 without": GPT2Config(
-        n_embd=32, n_layer=2, n_head=4, n_positions=32, vocab_size=50, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0
-    ),
-    "llama": LlamaConfig(**SMALL, num_key_value_heads=2, attention_dropout=0.1),
-    "bert": BertConfig(**SMALL),
-    "mixtral": MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=3),
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 50}
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"vocab_size": 50}
+MODELS = {
+    "gpt2 with dropout": transformers.GPT2Config(**GPT2),
+    "gpt2 without": transformers.GPT2Config(**GPT2, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0),
+    "llama": transformers.LlamaConfig(**SMALL, num_key_value_heads=2, attention_dropout=0.1),
+    "bert": transformers.BertConfig(**SMALL),
+    "mixtral": transformers.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=3),
 }
 
 
@@ -156,17 +139,8 @@ class Caching(nn.Module):
         return (self.linear(x) * self.table).mul(x).sigmoid() * 3.0
 
 
-@pytest.mark.parametrize("saved", ["mul#0", "mul#1", "mul#2", "mul#3", "mul#4", "addmm#0", "sigmoid#0"])
-def test_block_that_fills_a_cache_has_the_gradients_of_the_plain_one(saved):
-    torch.manual_seed(0)
-    block = Caching()
-    assert all(torch.equal(a, b) for a, b in zip(gradients_of(block), gradients_of(block, saved), strict=True))
-
-
 class InPlace(nn.Module):
-    """Writes into a view of a product, whose version a view like that of `nn.Linear` on three dimensions does not
-    share.
-    """
+    """Writes into a view of a product, whose version that view does not share."""
 
     def __init__(self):
         super().__init__()
@@ -177,10 +151,14 @@ class InPlace(nn.Module):
         return hidden.add_(1).sigmoid() * hidden.cos()
 
 
-def test_output_that_the_block_changes_in_place_is_recomputed():
+CACHED = [(Caching, call) for call in ("mul#0", "mul#1", "mul#2", "mul#3", "mul#4", "addmm#0", "sigmoid#0")]
+
+
+@pytest.mark.parametrize(("kind", "saved"), [*CACHED, (InPlace, "mm#0")])
+def test_block_with_cache_or_change_in_place_has_plain_gradients(kind, saved):
     torch.manual_seed(0)
-    block = InPlace()
-    assert all(torch.equal(a, b) for a, b in zip(gradients_of(block), gradients_of(block, "mm#0"), strict=True))
+    block = kind()
+    assert all(torch.equal(a, b) for a, b in zip(gradients_of(block), gradients_of(block, saved), strict=True))
 
 
 def test_output_that_others_change_in_place_is_refused():
@@ -227,11 +205,12 @@ class Shared(nn.Module):
         return self.norm(nn.functional.dropout(self.linear(self.linear(x).relu()), 0.5)) * self.linear(x).sigmoid()
 
 
-@pytest.mark.parametrize(
-    "saved", [(), ("addmm#1",), ("addmm#0", "addmm#2", "relu#0"), ("native_layer_norm#0", "sigmoid#0")]
-)
+SAVED = [(), ("addmm#1",), ("addmm#0", "addmm#2", "relu#0"), ("native_layer_norm#0", "sigmoid#0")]
+
+
+@pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize("cached_before", [False, True])
-def test_casts_that_autocast_keeps_leave_gradients_and_saved_operators_as_they_are(saved, cached_before, monkeypatch):
+def test_casts_that_autocast_keeps_change_no_gradients_or_saves(saved, cached_before, monkeypatch):
     taken, take = [], selective._Output.take
     monkeypatch.setattr(selective._Output, "take", lambda self, call: taken.append(call) or take(self, call))
 
@@ -239,9 +218,7 @@ def test_casts_that_autocast_keeps_leave_gradients_and_saved_operators_as_they_a
         torch.manual_seed(1)
         x = torch.randn(3, 4, requires_grad=True)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            start = (
-                block.linear(x) if cached_before else x
-            )  # the cast is there before the block begins, and gone in its second run
+            start = block.linear(x) if cached_before else x  # its cast is there before, and gone in the second run
             loss = block(start).float().square().sum()
         loss.backward()
         return [x.grad, *(parameter.grad for parameter in block.parameters())]
@@ -265,35 +242,20 @@ class Drawing(nn.Module):
         return x + (self.linear(x).sigmoid() * torch.rand(x.shape, generator=self.generator)).square()
 
 
-class DrawingModel(nn.Module):
-    def __init__(self, generator: torch.Generator | None):
-        super().__init__()
-        self.layers = nn.ModuleList(Drawing(generator) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.mean()
-
-
 def test_blocks_with_a_generator_of_their_own_are_not_recomputed(caplog):
     _warn_about_generator.cache_clear()
 
     def described(generator: torch.Generator | None):
-        model = DrawingModel(generator)
-        return describe(
-            model, inputs=lambda count: {"x": torch.zeros(count, 4, 8)}, sequence_length=4, block_classes=["Drawing"]
-        )
+        options = {"inputs": lambda count: {"input": torch.zeros(count, 4, 8)}, "block_classes": ["Drawing"]}
+        options["loss"] = lambda model, batch: model(**batch).mean()
+        return describe(nn.Sequential(Drawing(generator), Drawing(generator)), sequence_length=4, **options)
 
     assert any(described(None).recomputations) and not caplog.records
     found = described(torch.Generator())
     assert not any(found.recomputations)
     said = [record.getMessage() for record in caplog.records]
-    assert (
-        "Drawing draws random numbers from its own torch.Generator; recomputation would draw different ones, so no"
-        " block is recomputed."
-        " Draw from torch's default generator to allow it."
-    ) in said
+    message = "Drawing draws random numbers from its own torch.Generator; recomputation would draw different ones, so"
+    assert f"{message} no block is recomputed. Draw from torch's default generator to allow it." in said
     job = TrainingJob(global_batch_size=2, recompute=True)
     with pytest.raises(ValueError, match="recompute=True, but no block of this model can be recomputed"):
         search(problem(found, preset("cpu", devices_per_node=2), job))

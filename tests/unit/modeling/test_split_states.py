@@ -1,7 +1,5 @@
 """Optimizer states by Hugging Face names, and slices as chunks of one tensor."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -37,9 +35,8 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     """Two groups, as the Trainer makes them, from the model before it was split, then bound to its slices."""
     whole = tiny_model("gpt2", layers=2)
     decay = {parameter: parameter.ndim > 1 for parameter in whole.parameters()}
-    groups = [
-        {"params": [p for p, d in decay.items() if d == flag], "weight_decay": 0.1 * flag} for flag in (True, False)
-    ]
+    chosen = {flag: [p for p, d in decay.items() if d == flag] for flag in (True, False)}
+    groups = [{"params": chosen[flag], "weight_decay": 0.1 * flag} for flag in chosen]
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     rebind_parameters(optimizer, parameter_names(whole), model)
     return optimizer
@@ -61,9 +58,8 @@ def test_state_dicts_there_and_back():
     assert set(back) == set(own) and all(torch.equal(back[name], own[name]) for name in own)
     assert all(value.is_contiguous() for value in back.values())
     del own["transformer.h.0.mlp.c_fc.slices.1.bias"]
-    with pytest.raises(
-        OSDPError, match=r"slices.1.bias' is not in the state.*give all slices of 'transformer.h.0.mlp.c_fc.bias'"
-    ):
+    message = r"slices.1.bias' is not in the state.*give all slices of 'transformer.h.0.mlp.c_fc.bias'"
+    with pytest.raises(OSDPError, match=message):
         merge_state_dict(own, model)
 
 
@@ -72,9 +68,8 @@ def full_states(model: nn.Module, optimizer: torch.optim.Optimizer):
     weights, state = full_state_dict(model), full_optimizer_state_dict(model, optimizer)
     whole = {name: tuple(parameter.shape) for name, parameter in model_in(1).named_parameters()}
     assert {name: tuple(own["exp_avg"].shape) for name, own in state["state"].items()} == whole
-    assert [name for group in state["param_groups"] for name in group["params"]] == sorted(
-        whole, key=lambda name: len(whole[name]) == 1
-    )
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    assert names == sorted(whole, key=lambda name: len(whole[name]) == 1)
 
     def load(other: nn.Module, its: torch.optim.Optimizer) -> None:
         load_full_state_dict(other, weights)
@@ -90,10 +85,7 @@ def our_state_functions(model: nn.Module, optimizer: torch.optim.Optimizer):
     weights, state = {k: v.clone() for k, v in model.state_dict().items()}, copy.deepcopy(optimizer.state_dict())
     whole = optimizer_of(model_in(1)).state_dict()["param_groups"]
     assert [group["params"] for group in state["param_groups"]] == [group["params"] for group in whole]
-    assert [tuple(state["state"][0]["exp_avg"].shape), state["param_groups"][1]["weight_decay"]] == [
-        (VOCABULARY, 20),
-        0.0,
-    ]
+    assert state["state"][0]["exp_avg"].shape == (VOCABULARY, 20) and state["param_groups"][1]["weight_decay"] == 0.0
 
     def load(other: nn.Module, its: torch.optim.Optimizer) -> None:
         other.load_state_dict(weights)
@@ -126,13 +118,9 @@ def test_optimizer_state_of_another_model_does_not_load():
         optimizer.load_state_dict(torch.optim.AdamW(nn.Linear(2, 2).parameters()).state_dict())
 
 
-# ---- slices as one tensor
-
-
 def sliced(whole: torch.Tensor, sizes: tuple[int, ...], dim: int) -> WholeTensor:
-    name = WholeParameter(
-        name="w", parts=tuple(f"w{i}" for i in range(len(sizes))), dim=dim, sizes=sizes, shape=tuple(whole.shape)
-    )
+    parts = tuple(f"w{i}" for i in range(len(sizes)))
+    name = WholeParameter(name="w", parts=parts, dim=dim, sizes=sizes, shape=tuple(whole.shape))
     return WholeTensor([part.clone() for part in whole.split(list(sizes), dim)], name)
 
 

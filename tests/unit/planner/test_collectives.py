@@ -1,8 +1,4 @@
-"""Ring α-β model, and measured timings before it; `tests/property/test_group_properties.py` has the rings of any
-world.
-"""
-
-from __future__ import annotations
+"""Ring α-β model, and measured timings before it; `tests/property/test_group_properties.py` has any world's rings."""
 
 from dataclasses import replace
 
@@ -33,28 +29,15 @@ LAPS = {
     "under gloo": (machine(backend=Backend.GLOO), REDUCE, replicate_ring, 1, N, 2 * ONE_LAP),
     "a group inside a node": (TWO, GATHER, shard_ring, 4, N, ONE_LAP),
     "a group over two nodes": (TWO, GATHER, shard_ring, 8, N, 5 * INSIDE + 2 * OUTSIDE + 7 / 8 * N * 1e-8),
-    "where the inner link is slower": (
-        SLOW_INSIDE,
-        GATHER,
-        shard_ring,
-        8,
-        N,
-        5 * INSIDE + 2 * OUTSIDE + 7 / 8 * N * 1e-7,
-    ),
+    "where the inner link is slower": (SLOW_INSIDE, GATHER, shard_ring, 8, N,
+        5 * INSIDE + 2 * OUTSIDE + 7 / 8 * N * 1e-7),
     # groups 0-2 and 3-5: both pass through the middle node
-    "groups that straddle nodes share the link": (
-        THREE_PAIRS,
-        GATHER,
-        shard_ring,
-        3,
-        N,
-        2 * OUTSIDE + 2 / 3 * N * 2e-8,
-    ),
+    "groups that straddle nodes share the link": (THREE_PAIRS, GATHER, shard_ring, 3, N,
+        2 * OUTSIDE + 2 / 3 * N * 2e-8),
     # rank 0 with rank 4, and three more pairs over the same link
     "replicas of a shard share it": (TWO, REDUCE, replicate_ring, 4, N // 4, 2 * (OUTSIDE + 1 / 2 * (N // 4) * 4e-8)),
-    "alone": (machine(), GATHER, shard_ring, 1, N, 0.0),
-    "nothing to send": (machine(), REDUCE, shard_ring, 4, 0, 0.0),
-}
+    "alone": (machine(), GATHER, shard_ring, 1, N, 0.0), "nothing to send": (machine(), REDUCE, shard_ring, 4, 0, 0.0),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("hardware", "collective", "ring", "size", "nbytes", "wanted_s"), LAPS.values(), ids=LAPS)
@@ -68,26 +51,18 @@ def test_two_stages_are_two_rings(collective):
     hardware = machine(nodes=3)
     between, within = 2 * OUTSIDE + 2 / 3 * (N / 4) * 4e-8, ONE_LAP
     assert sharded_seconds(hardware, collective, 12, 4, N) == pytest.approx(between + within)
-    assert sharded_seconds(hardware, collective, 12, 1, N) == pytest.approx(
-        8 * INSIDE + 3 * OUTSIDE + 11 / 12 * N * 1e-8
-    )
+    flat_s = 8 * INSIDE + 3 * OUTSIDE + 11 / 12 * N * 1e-8
+    assert sharded_seconds(hardware, collective, 12, 1, N) == pytest.approx(flat_s)
     assert sharded_seconds(hardware, collective, 12, 4, 0) == 0.0
 
 
-def measured(
-    collective: Collective, group_size: int, latency_s: float, *, crosses_nodes: bool = False
-) -> CollectiveTiming:
-    return CollectiveTiming(
-        collective=collective,
-        group_size=group_size,
-        latency_s=latency_s,
-        seconds_per_byte=1e-6,
-        crosses_nodes=crosses_nodes,
-    )
+def measured(collective, group_size, latency_s, *, crosses_nodes=False) -> CollectiveTiming:
+    known = {"collective": collective, "group_size": group_size, "crosses_nodes": crosses_nodes}
+    return CollectiveTiming(**known, latency_s=latency_s, seconds_per_byte=1e-6)
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_measured_timing_goes_before_the_formula_for_its_collective_and_size(backend):
+def test_measured_timing_precedes_formula_for_its_collective_and_size(backend):
     hardware = machine(backend=backend, timings=(measured(GATHER, 4, 0.5),))
     asked = [(GATHER, 4), (GATHER, 2), (SCATTER, 4)]
     found = [collective_seconds(hardware, kind, shard_ring(hardware, size), N) for kind, size in asked]

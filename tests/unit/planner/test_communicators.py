@@ -1,6 +1,6 @@
 """The count of a plan's communicators is that of the groups that `Meshes.prepare` forms."""
 
-from __future__ import annotations
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -22,18 +22,11 @@ MODEL, JOB = transformer(layers=2), TrainingJob(global_batch_size=16)
 
 
 def plan_of(world_size: int, layouts: tuple[tuple[int, int], ...]) -> Plan:
-    units = tuple(
-        UnitDecision(fqn=f"unit{index}", shard_size=shard, stage_size=stage, reshard_after_forward=True)
-        for index, (shard, stage) in enumerate(layouts)
-    )
-    return Plan(
-        world_size=world_size,
-        strategy="osdp",
-        units=units,
-        micro_batch_size=1,
-        accumulation_steps=1,
-        model_fingerprint="x",
-    )
+    plain = UnitDecision(fqn="", shard_size=1, reshard_after_forward=True)
+    numbered = enumerate(layouts)
+    units = [replace(plain, fqn=f"unit{i}", shard_size=shard, stage_size=stage) for i, (shard, stage) in numbered]
+    once = {"micro_batch_size": 1, "accumulation_steps": 1}
+    return Plan(world_size=world_size, strategy="osdp", units=tuple(units), model_fingerprint="x", **once)
 
 
 def groups_formed(plan: Plan) -> int:
@@ -42,15 +35,11 @@ def groups_formed(plan: Plan) -> int:
     return sum(group.size() > 1 for group in dist.distributed_c10d._world.pg_map)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "layouts", "count"),
-    [
-        (2, ((1, 1), (2, 1)), 1), (8, ((8, 1),), 1), (8, ((1, 1), (8, 1)), 1), (8, ((1, 1), (2, 1), (8, 1)), 3),
-        (8, ((2, 1), (4, 1)), 5),
-        (8, ((8, 4),), 3), (8, ((8, 4), (4, 1)), 3), (8, ((4, 2),), 8), (16, ((16, 8), (16, 1), (8, 1), (2, 1)), 5),
-        (16, ((8, 4), (8, 2), (1, 1)), 13),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("world_size", "layouts", "count"), [
+    (2, ((1, 1), (2, 1)), 1), (8, ((8, 1),), 1), (8, ((1, 1), (8, 1)), 1), (8, ((1, 1), (2, 1), (8, 1)), 3),
+    (8, ((2, 1), (4, 1)), 5), (8, ((8, 4),), 3), (8, ((8, 4), (4, 1)), 3), (8, ((4, 2),), 8),
+    (16, ((16, 8), (16, 1), (8, 1), (2, 1)), 5), (16, ((8, 4), (8, 2), (1, 1)), 13),
+])  # fmt: skip
 def test_communicators_are_the_groups_that_meshes_form(world_size, layouts, count):
     plan = plan_of(world_size, layouts)
     with fake_process_group(world_size):
@@ -71,14 +60,11 @@ def test_communicators_are_the_groups_that_gloo_ranks_form():
 def test_a_plan_of_a_preset_counts_its_own_communicators():
     hardware = preset("v100-16", nodes=2, devices_per_node=8)
     assert hardware.backend is Backend.NCCL
+    counts = {"fsdp": 1, "ddp": 1, "zero2": 1, "hsdp": 3, "two_stage": 3}
     for row in compare_strategies(problem(MODEL, hardware, JOB, 15 * 2**30)):
-        count = {"fsdp": 1, "ddp": 1, "zero2": 1, "hsdp": 3, "two_stage": 3}.get(
-            row.strategy.value, row.result.plan.communicators
-        )
+        plan, memory = row.result.plan, row.result.memory
+        count = counts.get(row.strategy.value, plan.communicators)
         outside = hardware.device.reserved_bytes + count * COMMUNICATOR_BYTES
-        assert (
-            row.result.plan.peak_bytes == row.result.memory.peak_bytes + outside
-            and row.result.memory.communicators == count
-        )
+        assert (memory.communicators, plan.peak_bytes) == (count, memory.peak_bytes + outside)
     fsdp, hsdp = (least_memory(problem(MODEL, hardware, JOB, strategy=name)) for name in ("fsdp", "hsdp"))
     assert hsdp - fsdp > 2 * COMMUNICATOR_BYTES

@@ -1,7 +1,5 @@
 """What an observation changes in later estimates."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_osdp.planner.cost.correction import Correction, correction_of
@@ -19,12 +17,10 @@ HARDWARE = bare_preset("a100-40", devices_per_node=4)
 
 
 @pytest.mark.parametrize("samples", [1, 7])
-def test_compute_factor_scales_every_unit_and_multiplies_with_an_earlier_one(samples):
+def test_compute_factor_scales_every_unit_and_multiplies(samples):
     slower = Correction(compute_factor=1.5).of_description(MODEL, HARDWARE)
-    before, after, twice = (
-        unit_work(model, HARDWARE, samples)[0]
-        for model in (MODEL, slower, Correction(compute_factor=2.0).of_description(slower, HARDWARE))
-    )
+    slowest = Correction(compute_factor=2.0).of_description(slower, HARDWARE)
+    before, after, twice = (unit_work(model, HARDWARE, samples)[0] for model in (MODEL, slower, slowest))
     assert sum(before) > 0
     assert after == pytest.approx([1.5 * seconds for seconds in before])
     assert twice == pytest.approx([3.0 * seconds for seconds in before])
@@ -32,9 +28,8 @@ def test_compute_factor_scales_every_unit_and_multiplies_with_an_earlier_one(sam
 
 def test_observed_collectives_replace_those_of_their_kind_and_size():
     def timing(size: int, latency_s: float) -> CollectiveTiming:
-        return CollectiveTiming(
-            collective=Collective.ALL_GATHER, group_size=size, latency_s=latency_s, seconds_per_byte=1e-9
-        )
+        kind = {"collective": Collective.ALL_GATHER, "group_size": size}
+        return CollectiveTiming(**kind, latency_s=latency_s, seconds_per_byte=1e-9)
 
     first = Correction(timings=(timing(4, 1.0), timing(2, 2.0))).of_hardware(HARDWARE)
     second = Correction(timings=(timing(4, 3.0),)).of_hardware(first)
@@ -51,10 +46,9 @@ def test_correction_makes_the_step_as_long_as_the_one_seen(name, factor):
     assert (found.extra_bytes, found.compute_factor) == (7, pytest.approx(factor, rel=1e-6))
 
 
-def test_correction_of_nothing_seen_is_none_and_its_factor_has_bounds():
+def test_correction_of_nothing_is_none_and_factor_has_bounds():
     plan = search(problem(MODEL, HARDWARE, JOB, 2**30)).plan
     assert correction_of(plan, MODEL, HARDWARE, JOB, peak_bytes=None, step_s=None) == Correction()
-    factors = [
-        correction_of(plan, MODEL, HARDWARE, JOB, peak_bytes=None, step_s=s).compute_factor for s in (1e-12, 1e9)
-    ]
+    found = [correction_of(plan, MODEL, HARDWARE, JOB, peak_bytes=None, step_s=step_s) for step_s in (1e-12, 1e9)]
+    factors = [correction.compute_factor for correction in found]
     assert factors == [pytest.approx(0.05), pytest.approx(20.0)]

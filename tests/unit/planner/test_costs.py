@@ -3,8 +3,6 @@
 The unit has w (8, 3) and b (8,) in float32, both trainable: 32 elements, 128 bytes.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -15,15 +13,13 @@ from hf_osdp.planner.cost.collectives import collective_seconds, replicate_ring,
 from hf_osdp.planner.cost.units import UnitBytes, UnitSeconds, merged_gradients, unit_bytes, unit_seconds
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import DType, GatherSpan, ParameterSpec, UnitDescription, shard_dim
-from hf_osdp.planner.hardware import Backend, Collective, FsdpOverhead, Hardware, HostSpec, WorkTime
+from hf_osdp.planner.hardware import Backend, Collective, FsdpOverhead, Hardware, WorkTime
 from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
-from tests.helpers.hardware import toy_hardware
+from tests.helpers.hardware import host_of, toy_hardware
 
 ONCE, THRICE = (Batch(micro_batch_size=1, accumulation_steps=steps) for steps in (1, 3))
-HOST = HostSpec(
-    memory_bytes=10**9, to_device_bytes_per_s=1e4, to_host_bytes_per_s=2e4, update_bytes_per_s=5e3, source="made up"
-)
+HOST = host_of(10**9, to_device=1e4, to_host=2e4, update=5e3)
 
 
 def parameter(name: str, *shape: int, dtype: DType = DType.FLOAT32, requires_grad: bool = True) -> ParameterSpec:
@@ -31,9 +27,8 @@ def parameter(name: str, *shape: int, dtype: DType = DType.FLOAT32, requires_gra
 
 
 def unit_of(*parameters: ParameterSpec, span: GatherSpan = GatherSpan.USE, shared=()) -> UnitDescription:
-    return UnitDescription(
-        fqn="u", module_names=("u",), class_name="Block", span=span, parameters=parameters, shared=shared
-    )
+    names = {"fqn": "u", "module_names": ("u",), "class_name": "Block"}
+    return UnitDescription(**names, span=span, parameters=parameters, shared=shared)
 
 
 def layout(g: int, *, keep: bool = False, hold: bool = False, **more: Any) -> UnitLayout:
@@ -49,24 +44,12 @@ ROOT = unit_of(parameter("w", 8, 3), span=GatherSpan.STEP)
 WIDE_REDUCTION = Precision(reduce=DType.FLOAT32)
 
 
-def job_of(
-    precision: str = "no", *, states: int = 2, step: OptimizerStep = OptimizerStep.FUSED, clips: bool = False
-) -> TrainingJob:
-    optimizer = OptimizerSpec(states=states, step=step)
-    return TrainingJob(
-        global_batch_size=12, precision=Precision.named(precision), optimizer=optimizer, clips_gradients=clips
-    )
+def job_of(precision="no", *, states=2, step=OptimizerStep.FUSED, clips=False) -> TrainingJob:
+    options = {"precision": Precision.named(precision), "optimizer": OptimizerSpec(states=states, step=step)}
+    return TrainingJob(global_batch_size=12, clips_gradients=clips, **options)
 
 
-def terms(
-    g: int,
-    unit: UnitDescription = UNIT,
-    *,
-    world_size: int = 4,
-    job: TrainingJob | None = None,
-    batch: Batch = ONCE,
-    **more: Any,
-) -> UnitBytes:
+def terms(g, unit=UNIT, *, world_size=4, job=None, batch=ONCE, **more) -> UnitBytes:
     return unit_bytes(unit, layout(g, **more), world_size, job or job_of(), batch)
 
 
@@ -88,15 +71,15 @@ IN_STAGES = replace(SHARDED, reduce_stage=64, cast_buffer=64)
 @pytest.mark.parametrize(
     ("chosen", "wanted"), [(layout(1), REPLICATED), (layout(4), SHARDED), (layout(4, stage_size=2), IN_STAGES)]
 )
-def test_unit_bytes_are_all_terms_of_replicated_sharded_and_staged_units(chosen, wanted):
+def test_unit_bytes_of_replicated_sharded_and_staged_units(chosen, wanted):
     assert unit_bytes(UNIT, chosen, 4, job_of(), ONCE) == wanted
     assert unit_bytes(UNIT, replace(chosen, activations=Activations.RECOMPUTE), 4, job_of(), ONCE) == wanted
 
 
 HOLDING, ACCUMULATING, AWAY = dict(hold=True, batch=THRICE), dict(batch=THRICE), dict(on_host=True)
 SOME_TERMS = {
-    "sharded over a group": (dict(g=2), dict(parameters=64, optimizer=128, gradients_after=64, gathered=128,
-                                             gather_buffer=128)),
+    "sharded over a group": (dict(g=2),
+        dict(parameters=64, optimizer=128, gradients_after=64, gathered=128, gather_buffer=128)),
     "kept: nothing is prefetched": (dict(g=4, keep=True), dict(kept=128, prefetched=0, held=32 + 64)),
     "freed: a buffer is": (dict(g=2), dict(kept=0, prefetched=128)),
     "replicated: nothing to prefetch": (dict(g=1), dict(kept=0, prefetched=0)),
@@ -104,7 +87,7 @@ SOME_TERMS = {
     "rows that do not divide are padded": (
         dict(g=4, unit=TEN_ROWS),
         dict(parameters=36, optimizer=72, gradients_after=36, gathered=144, gather_buffer=144, reduce_input=144,
-             unsharded_gradients=120),
+            unsharded_gradients=120),
     ),
     "reduce buffer padded to 1": (dict(g=1, unit=TEN_ROWS), dict(reduce_tail=120, reduce_input=120)),
     "reduce buffer padded to 2": (dict(g=2, unit=TEN_ROWS), dict(reduce_tail=120, reduce_input=120)),
@@ -113,68 +96,55 @@ SOME_TERMS = {
     "two experts on four ranks: their other dimension": (
         dict(g=4, unit=STACK),
         dict(parameters=48 + 8, optimizer=112, gradients_after=56, gathered=224, gather_buffer=224, reduce_input=224,
-             copy_out=192, cast_buffer=192, reduce_copy=192, last_gradient=32 + 192),
+            copy_out=192, cast_buffer=192, reduce_copy=192, last_gradient=32 + 192),
     ),
     "two experts on two ranks": (dict(g=2, unit=STACK), dict(parameters=112, copy_out=0, reduce_copy=0)),
-    "experts alone: the last gradient is the one that is copied": (
-        dict(g=4, unit=unit_of(parameter("w", 2, 8, 3))),
-        dict(last_gradient=192, reduce_copy=192),
-    ),
+    "experts alone: the last gradient is the one that is copied": (dict(g=4, unit=unit_of(parameter("w", 2, 8, 3))),
+        dict(last_gradient=192, reduce_copy=192)),
     # the cast shard is less than what is gathered from it; the float32 output becomes the float32 gradient
     "bf16": (
         dict(g=4, job=job_of("bf16")),
         dict(parameters=32, optimizer=64, gradients_after=32, gathered=64, gather_buffer=64, unsharded_gradients=64,
-             cast_buffer=0,
-             reduce_input=128, reduce_tail=128, reduce_output=0),
+            cast_buffer=0, reduce_input=128, reduce_tail=128, reduce_output=0),
     ),
     # w and what it is cast from, before b is there
     "bf16 replicas are cast one by one": (dict(g=1, job=job_of("bf16")), dict(cast_buffer=48 + 48 - 64)),
     # reduced in float32, made in bfloat16
     "bf16 in stages": (dict(g=4, stage_size=2, world_size=8, job=job_of("bf16")),
-                       dict(reduce_stage=64, last_gradient=16, reduce_work=80)),
-    "wider reduction over all": (
-        dict(g=4, unit=IN_BF16, job=replace(job_of(), precision=WIDE_REDUCTION)),
-        dict(gradients_after=16, reduce_output=32, reduced_after=0),
-    ),
+        dict(reduce_stage=64, last_gradient=16, reduce_work=80)),
+    "wider reduction over all": (dict(g=4, unit=IN_BF16, job=replace(job_of(), precision=WIDE_REDUCTION)),
+        dict(gradients_after=16, reduce_output=32, reduced_after=0)),
     # until the all-reduce is over
-    "wider reduction in a group": (
-        dict(g=2, unit=IN_BF16, job=replace(job_of(), precision=WIDE_REDUCTION)),
-        dict(gradients_after=32, reduce_output=64, reduced_after=64),
-    ),
+    "wider reduction in a group": (dict(g=2, unit=IN_BF16, job=replace(job_of(), precision=WIDE_REDUCTION)),
+        dict(gradients_after=32, reduce_output=64, reduced_after=64)),
     "frozen parameters are only gathered": (
         dict(g=4, unit=FROZEN, **HOLDING),
         dict(parameters=32, gathered=128, optimizer=16, gradients_held=32, gradients_settled=8 - 32, reduce_input=32,
-             reduce_tail=32),
+            reduce_tail=32),
     ),
     "frozen after the last gradient": (dict(g=2, unit=unit_of(parameter("w", 8, 3), *FROZEN.parameters[:1])),
-                                       dict(last_gradient=96)),
+        dict(last_gradient=96)),
     # autograd adds to what is held
     "whole gradients held": (
         dict(g=4, **HOLDING),
         dict(gradients_held=128, gradients_after=0, gradients_settled=32 - 128, unsharded_gradients=0,
-             held=32 + 64 + 128),
+            held=32 + 64 + 128),
     ),
     "whole gradients held: the last is among them": (dict(g=2, **HOLDING), dict(last_gradient=0)),
     "whole gradients held of the root": (dict(g=2, unit=ROOT, **HOLDING), dict(last_gradient=96)),
-    "reduced in every micro-step": (
-        dict(g=4, **ACCUMULATING),
-        dict(gradients_held=32, gradients_after=0, gradients_settled=0, unsharded_gradients=128, reduce_output=32),
-    ),
+    "reduced in every micro-step": (dict(g=4, **ACCUMULATING),
+        dict(gradients_held=32, gradients_after=0, gradients_settled=0, unsharded_gradients=128, reduce_output=32)),
     "states of SGD": (dict(g=2, job=job_of(states=0)), dict(optimizer=0)),
     "states of momentum": (dict(g=2, job=job_of(states=1)), dict(optimizer=64)),
     # shards of 24 and 8 bytes; the loop takes two of the larger
     "scratch of foreach": (dict(g=4, job=job_of(step=OptimizerStep.FOREACH)), dict(step_scratch=32)),
     "scratch of a loop": (dict(g=4, job=job_of(step=OptimizerStep.FOR_LOOP)), dict(step_scratch=48)),
-    "host: one process gathers what lies there": (
-        dict(g=1, world_size=1, **AWAY), dict(gathered=128, gather_buffer=0, reduce_input=128, host=576),
-    ),
-    "host: one process holds whole gradients": (
-        dict(g=1, world_size=1, **AWAY, **HOLDING), dict(gradients_held=128, gradients_after=0, gradients_settled=-128,
-                                                         reduce_tail=128),
-    ),
-    "host: replicas keep no more than they held": (
-        dict(g=1, **AWAY, **HOLDING), dict(gradients_held=128, reduced_after=0, gradients_settled=0),
-    ),
+    "host: one process gathers what lies there": (dict(g=1, world_size=1, **AWAY),
+        dict(gathered=128, gather_buffer=0, reduce_input=128, host=576)),
+    "host: one process holds whole gradients": (dict(g=1, world_size=1, **AWAY, **HOLDING),
+        dict(gradients_held=128, gradients_after=0, gradients_settled=-128, reduce_tail=128)),
+    "host: replicas keep no more than they held": (dict(g=1, **AWAY, **HOLDING),
+        dict(gradients_held=128, reduced_after=0, gradients_settled=0)),
     "host: replicas that accumulate": (dict(g=1, **AWAY, **ACCUMULATING), dict(reduced_after=128)),
     "host: a gradient comes before it is added": (dict(g=4, **AWAY, **ACCUMULATING), dict(host_moment=24)),
     "host: nothing to add to": (dict(g=4, **AWAY), dict(host_moment=0)),
@@ -198,10 +168,9 @@ def test_unit_bytes_equal_terms_by_hand(asked, wanted):
 @pytest.mark.parametrize("hold", [False, True])
 def test_unit_bytes_of_one_process_accumulate_in_place(hold):
     alone = terms(g=1, world_size=1, hold=hold, batch=THRICE)
-    nothing = dict.fromkeys(
-        ["gathered", "gather_buffer", "cast_buffer", "reduce_input", "reduce_tail", "reduce_output"], 0
-    )
-    assert alone == replace(alone, gradients_held=128, gradients_after=0, gradients_settled=0, **nothing)
+    none = "gathered gather_buffer cast_buffer reduce_input reduce_tail reduce_output gradients_after"
+    nothing = dict.fromkeys((*none.split(), "gradients_settled"), 0)
+    assert alone == replace(alone, gradients_held=128, **nothing)
 
 
 @pytest.mark.parametrize(("g", "pinned"), [(1, 128 + 32), (2, 64 + 16), (4, 32 + 8)])
@@ -209,50 +178,35 @@ def test_unit_bytes_on_host_leave_the_device_whole(g, pinned):
     here, there = terms(g), terms(g, on_host=True)
     assert (there.held, there.gradients_after) == (0, 0)
     assert (here.host, there.host) == (0, 2 * pinned + here.optimizer), "parameters and gradients in powers of two"
-    assert (there.gathered, there.gather_buffer, there.reduce_input) == (
-        here.gathered,
-        here.gather_buffer,
-        here.reduce_input,
-    )
+    assert all(getattr(there, n) == getattr(here, n) for n in ("gathered", "gather_buffer", "reduce_input"))
     assert there.reduce_output == 128 // g, "what is reduced cannot become the gradient where it lies"
     assert terms(g, on_host=True, job=job_of(step=OptimizerStep.FOREACH)).step_scratch == 0, "the host takes the step"
 
 
-@pytest.mark.parametrize(
-    ("shape", "ranks", "dim"),
-    [
-        ((8, 6, 4), 8, 0), ((8, 6, 4), 16, 0), ((8, 32, 4), 16, 1), ((8, 6, 32), 16, 2), ((8, 32, 4), 1, 0),
-        ((60, 64, 4), 64, 0), ((10, 8, 4), 8, 1), ((2, 32), 16, 0), ((1, 1, 32), 16, 2),
-    ],
-)  # fmt: skip
-def test_stacks_are_sharded_along_another_dimension_where_rows_would_be_padded_by_half(shape, ranks, dim):
+@pytest.mark.parametrize(("shape", "ranks", "dim"), [
+    ((8, 6, 4), 8, 0), ((8, 6, 4), 16, 0), ((8, 32, 4), 16, 1), ((8, 6, 32), 16, 2), ((8, 32, 4), 1, 0),
+    ((60, 64, 4), 64, 0), ((10, 8, 4), 8, 1), ((2, 32), 16, 0), ((1, 1, 32), 16, 2),
+])  # fmt: skip
+def test_stacks_are_sharded_along_the_dimension_with_little_padding(shape, ranks, dim):
     assert shard_dim(shape, ranks) == dim
     padded = -(-shape[dim] // ranks) * ranks
     assert parameter("w", *shape).sharded_numel(ranks) * ranks == math.prod(shape) // shape[dim] * padded
 
 
-def test_scalars_are_never_cut_and_merged_gradients_are_those_of_shared_parameters():
+def test_scalars_stay_whole_and_shared_gradients_are_merged():
     assert parameter("scale").sharded_numel(4) == 1
-    shared = replace(UNIT, shared=(("w", "head.w"),))
-    asked = (
-        (shared, job_of()),
-        (shared, job_of("bf16")),
-        (UNIT, job_of()),
-        (replace(UNIT, span=GatherSpan.CALLS), job_of()),
-    )
-    assert [merged_gradients(*each) for each in asked] == [96, 48, 0, 128]
+    shared, called = replace(UNIT, shared=(("w", "head.w"),)), replace(UNIT, span=GatherSpan.CALLS)
+    asked = ((shared, "no"), (shared, "bf16"), (UNIT, "no"), (called, "no"))
+    assert [merged_gradients(unit, job_of(precision)) for unit, precision in asked] == [96, 48, 0, 128]
 
 
-@pytest.mark.parametrize(
-    ("span", "fixed", "wanted"),
-    [
-        (GatherSpan.STEP, None, [(1, False), (4, False)]), (GatherSpan.STEP, True, [(1, False), (4, False)]),
-        (GatherSpan.CALLS, None, [(1, True), (4, True)]), (GatherSpan.USE, None,
-                                                           [(1, True), (1, False), (4, True), (4, False)]),
-        (GatherSpan.USE, False, [(1, False), (4, False)]),
-    ],
-)  # fmt: skip
-def test_layouts_keep_what_stays_gathered_and_free_what_is_called_again(span, fixed, wanted):
+@pytest.mark.parametrize(("span", "fixed", "wanted"), [
+    (GatherSpan.STEP, None, [(1, False), (4, False)]), (GatherSpan.STEP, True, [(1, False), (4, False)]),
+    (GatherSpan.CALLS, None, [(1, True), (4, True)]),
+    (GatherSpan.USE, None, [(1, True), (1, False), (4, True), (4, False)]),
+    (GatherSpan.USE, False, [(1, False), (4, False)]),
+])  # fmt: skip
+def test_layouts_keep_what_stays_gathered_free_repeated_calls(span, fixed, wanted):
     found = layouts_for(span, (1, 4), reshard_after_forward=fixed)
     assert [(c.shard_size, c.reshard_after_forward) for c in found] == wanted
 
@@ -263,22 +217,11 @@ def test_batch_holds_gradients_and_reduces_once_only_with_accumulation():
     assert [batch.reduce_scatters(choice) for batch, choice in asked] == [1, 1, 3, 1]
 
 
-# seconds
-
-
 def machine(devices_per_node: int = 4, **more: Any) -> Hardware:
     return toy_hardware(1, devices_per_node, memory_bytes_per_s=1e6, intra=(1e-6, 1e6), inter=(1e-5, 1e5), **more)
 
 
-def seconds(
-    g: int,
-    unit: UnitDescription = UNIT,
-    *,
-    keep: bool = False,
-    job: TrainingJob | None = None,
-    hardware: Hardware | None = None,
-    **more: Any,
-) -> UnitSeconds:
+def seconds(g, unit=UNIT, *, keep=False, job=None, hardware=None, **more) -> UnitSeconds:
     return unit_seconds(unit, layout(g, keep=keep, **more), hardware or machine(), job or job_of())
 
 
@@ -286,48 +229,38 @@ COPY = 2 * 128 / 1e6
 OVERHEAD = FsdpOverhead(
     gather=WorkTime(call_s=1.0, tensor_s=0.1, seconds_per_byte=0.001),
     reduce=WorkTime(call_s=2.0, tensor_s=0.2, seconds_per_byte=0.002),
-    updates={
-        OptimizerStep.FUSED: WorkTime(tensor_s=0.3, seconds_per_byte=0.003),
-        OptimizerStep.FOREACH: WorkTime(tensor_s=0.4),
-        OptimizerStep.FOR_LOOP: WorkTime(tensor_s=0.5),
-    },
-)
+    updates={OptimizerStep.FUSED: WorkTime(tensor_s=0.3, seconds_per_byte=0.003),
+        OptimizerStep.FOREACH: WorkTime(tensor_s=0.4), OptimizerStep.FOR_LOOP: WorkTime(tensor_s=0.5)},
+)  # fmt: skip
 MEASURED = machine(fsdp_overhead=OVERHEAD, backend=Backend.GLOO)
 GATHER_S, REDUCE_S = 1 + 0.2 + 0.160, 2 + 0.4 + 0.256
 """2 tensors; 128 bytes out of the buffer, 32 into it; 128 of gradients."""
 TIMES = {
     # parameter and two states both ways, the gradient read
     "sharded": (dict(g=4), dict(all_reduce=0, copy_forward=COPY, copy_backward=2 * COPY, optimizer=7 * 32 / 1e6)),
-    "replicated": (
-        dict(g=1), dict(gather_forward=0, gather_backward=0, reduce_scatter=0, copy_backward=3 * COPY,
-                        optimizer=7 * 128 / 1e6),
-    ),
-    "a stack along another dimension is copied once more": (
-        dict(g=4, unit=STACK), dict(copy_forward=2 * (224 + 192) / 1e6, copy_backward=4 * (224 + 192) / 1e6),
-    ),
+    "replicated": (dict(g=1),
+        dict(gather_forward=0, gather_backward=0, reduce_scatter=0, copy_backward=3 * COPY, optimizer=7 * 128 / 1e6)),
+    "a stack along another dimension is copied once more": (dict(g=4, unit=STACK),
+        dict(copy_forward=2 * (224 + 192) / 1e6, copy_backward=4 * (224 + 192) / 1e6)),
     "kept: no second gather, nor its copy": (dict(g=4, keep=True),
-                                             dict(gather_backward=0, copy_forward=COPY, copy_backward=COPY)),
-    "one process: the update alone": (
-        dict(g=1, hardware=machine(1)), dict.fromkeys(UnitSeconds.__slots__, 0) | {"optimizer": 7 * 128 / 1e6},
-    ),
-    "measured": (dict(g=4, hardware=MEASURED), dict(copy_forward=GATHER_S, copy_backward=GATHER_S + REDUCE_S,
-                                                    optimizer=0.6 + 0.003 * 32)),
+        dict(gather_backward=0, copy_forward=COPY, copy_backward=COPY)),
+    "one process: the update alone": (dict(g=1, hardware=machine(1)),
+        dict.fromkeys(UnitSeconds.__slots__, 0) | {"optimizer": 7 * 128 / 1e6}),
+    "measured": (dict(g=4, hardware=MEASURED),
+        dict(copy_forward=GATHER_S, copy_backward=GATHER_S + REDUCE_S, optimizer=0.6 + 0.003 * 32)),
     "measured, kept": (dict(g=4, keep=True, hardware=MEASURED), dict(copy_backward=REDUCE_S)),
     # gradients are copied twice
-    "measured, replicated": (dict(g=1, hardware=MEASURED), dict(copy_forward=1.328,
-                                                                copy_backward=1.328 + 2 + 0.4 + 2 * 0.256)),
+    "measured, replicated": (dict(g=1, hardware=MEASURED),
+        dict(copy_forward=1.328, copy_backward=1.328 + 2 + 0.4 + 2 * 0.256)),
     "measured, a loop": (dict(g=4, hardware=MEASURED, job=job_of(step=OptimizerStep.FOR_LOOP)), dict(optimizer=1.0)),
     "measured, SGD": (dict(g=4, hardware=MEASURED, job=job_of(states=0, step=OptimizerStep.FOREACH)),
-                      dict(optimizer=0.8 * 3 / 7)),
-    "measured, one process": (
-        dict(g=1, hardware=machine(1, fsdp_overhead=OVERHEAD, backend=Backend.GLOO)),
-        dict(copy_forward=0, copy_backward=0, optimizer=0.6 + 0.003 * 128),
-    ),
-    "the host steps and clips": (
-        dict(g=4, on_host=True, hardware=machine(host=HOST), job=job_of(clips=True)), dict(optimizer=10 * 32 / 5e3),
-    ),
+        dict(optimizer=0.8 * 3 / 7)),
+    "measured, one process": (dict(g=1, hardware=machine(1, fsdp_overhead=OVERHEAD, backend=Backend.GLOO)),
+        dict(copy_forward=0, copy_backward=0, optimizer=0.6 + 0.003 * 128)),
+    "the host steps and clips": (dict(g=4, on_host=True, hardware=machine(host=HOST), job=job_of(clips=True)),
+        dict(optimizer=10 * 32 / 5e3)),
     "kept from the host: brought once": (dict(g=4, keep=True, on_host=True, hardware=machine(host=HOST)),
-                                         dict(gather_backward=0)),
+        dict(gather_backward=0)),
 }  # fmt: skip
 
 
@@ -348,11 +281,8 @@ def test_unit_seconds_of_collectives_are_those_of_their_rings(g, precision, gath
         return collective_seconds(machine(), collective, ring, nbytes)
 
     found = seconds(g, job=job_of(precision))
-    assert (
-        found.gather_forward
-        == found.gather_backward
-        == ring_s(Collective.ALL_GATHER, shard_ring(machine(), g), gathered)
-    )
+    gather_s = ring_s(Collective.ALL_GATHER, shard_ring(machine(), g), gathered)
+    assert found.gather_forward == found.gather_backward == gather_s
     assert found.reduce_scatter == ring_s(Collective.REDUCE_SCATTER, shard_ring(machine(), g), 128)
     assert found.all_reduce == ring_s(Collective.ALL_REDUCE, replicate_ring(machine(), g), 128 // g)
 
@@ -375,10 +305,6 @@ def test_unit_seconds_bring_shards_from_host_and_take_gradients_there(g, brought
     """Replicas come on the stream of compute, where they are copied."""
     here, there = (seconds(g, hardware=machine(host=HOST), on_host=way) for way in (False, True))
     added = {name: getattr(there, name) - getattr(here, name) for name in UnitSeconds.__slots__}
-    transfer = {
-        brought: 128 // g / 1e4,
-        brought.replace("forward", "backward"): 128 // g / 1e4,
-        "reduce_scatter": 128 // g / 2e4,
-    }
-    moved = {"optimizer": 7 * 128 // g / 5e3 - here.optimizer}
+    transfer = dict.fromkeys((brought, brought.replace("forward", "backward")), 128 // g / 1e4)
+    moved = {"reduce_scatter": 128 // g / 2e4, "optimizer": 7 * 128 // g / 5e3 - here.optimizer}
     assert added == pytest.approx(dict.fromkeys(added, 0.0) | transfer | moved)

@@ -1,12 +1,8 @@
-"""Counts, sizes and rates that nobody has are refused where values are made, before anything is as long or as large
-as they say.
-"""
-
-from __future__ import annotations
+"""Counts, sizes and rates that nobody has are refused where values are made, before anything is as large."""
 
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -14,16 +10,7 @@ from hf_osdp.errors import OSDPError
 from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.decision import UnitDecision
 from hf_osdp.planner.description import DType
-from hf_osdp.planner.hardware import (
-    MOST_RANKS,
-    Collective,
-    CollectiveTiming,
-    DeviceSpec,
-    FsdpOverhead,
-    HostSpec,
-    Link,
-    WorkTime,
-)
+from hf_osdp.planner.hardware import MOST_RANKS, Collective, CollectiveTiming, FsdpOverhead, Link, WorkTime
 from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
@@ -32,17 +19,13 @@ from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planner.split import ModelSplit, OperatorSplit
 from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, TrainingJob, divisors
 from tests.helpers.descriptions import at_random, transformer
-from tests.helpers.hardware import bare_preset
+from tests.helpers.hardware import bare_preset, host_of, toy_hardware
 from tests.helpers.problems import problem
 
 NAN, INF = float("nan"), float("inf")
 LINK = Link(latency_s=1e-6, bytes_per_s=1e9, source="made up")
-DEVICE = DeviceSpec(
-    name="toy", memory_bytes=2**50, flops_per_s={DType.FLOAT32: 1.0}, memory_bytes_per_s=1.0, source="made up"
-)
-HOST = HostSpec(
-    memory_bytes=1, to_device_bytes_per_s=1.0, to_host_bytes_per_s=1.0, update_bytes_per_s=1.0, source="made up"
-)
+DEVICE = replace(toy_hardware(1, 1).device, memory_bytes=2**50)
+HOST = host_of(1, to_device=1.0, to_host=1.0, update=1.0)
 TIMING = CollectiveTiming(collective=Collective.ALL_GATHER, group_size=2, latency_s=1.0, seconds_per_byte=0.0)
 UNIT = UnitDecision(fqn="x", shard_size=8, reshard_after_forward=True)
 PLAN = Plan(
@@ -91,22 +74,17 @@ MADE_FROM = [
 ]  # fmt: skip
 
 
-def refused() -> Iterator[tuple[str, Callable[[], object]]]:
-    for value, parts in MADE_FROM:
-        for part, fields in parts.items():
-            for name, wrong in fields.items():
-                yield from (
-                    (part, lambda value=value, name=name, one=one: replace(value, **{name: one})) for one in wrong
-                )
-    work = WorkTime()
-    yield (
-        "optimizer step 'for_loop' is missing",
-        lambda: FsdpOverhead(gather=work, reduce=work, updates={OptimizerStep.FOREACH: work}),
-    )
-    yield "strategy='zero9' is not known; use one of osdp, fsdp, ddp, zero2, hsdp", lambda: Strategy.parse("zero9")
+WORK = WorkTime()
+REFUSED = [
+    ("strategy='zero9' is not known; use one of osdp, fsdp, ddp, zero2, hsdp", partial(Strategy.parse, "zero9")),
+    ("optimizer step 'for_loop' is missing",
+     partial(FsdpOverhead, gather=WORK, reduce=WORK, updates={OptimizerStep.FOREACH: WORK})),
+    *((part, partial(replace, value, **{name: one})) for value, parts in MADE_FROM for part, fields in parts.items()
+      for name, wrong in fields.items() for one in wrong),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("part", "make"), list(refused()))
+@pytest.mark.parametrize(("part", "make"), REFUSED)
 def test_impossible_values_are_refused_in_one_short_line(part, make):
     with pytest.raises((ValueError, OSDPError), match=part) as caught:
         make()
@@ -127,15 +105,14 @@ def test_search_never_solves_for_options_that_no_device_holds():
     """The solver's whole numbers have 63 bits."""
     model, hardware = at_random(3, kinds=1, blocks=3, recomputable=True), bare_preset("v100-16")
     huge = tuple(replace(s, saved_bytes=Affine(per_sample=1e30)) if s.recomputed else s for s in model.segments)
-    found = search(
-        problem(replace(model, segments=huge), hardware, JOB, 2 * least_memory(problem(model, hardware, JOB)))
-    )
+    least = least_memory(problem(model, hardware, JOB))
+    found = search(problem(replace(model, segments=huge), hardware, JOB, 2 * least))
     blocks = [unit for unit in found.plan.units if unit.fqn.startswith("b")]
     assert blocks and all(unit.activations == Activations.RECOMPUTE for unit in blocks)
 
 
 @pytest.mark.parametrize("limit", [2**30, 2**59])
-def test_search_refuses_a_model_that_needs_more_than_there_is_anywhere(limit):
+def test_search_refuses_a_model_beyond_any_memory(limit):
     model = transformer(layers=2)
     huge = tuple(replace(segment, saved_bytes=Affine(per_sample=1e30)) for segment in model.segments)
     with pytest.raises(OSDPError, match=r"more than 1048576\.00 TiB per device"):

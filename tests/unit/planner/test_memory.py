@@ -1,18 +1,13 @@
-"""Peaks in closed form, and the order of a step's moments; `tests/property/test_memory_walk.py` sums every moment
-anew.
-"""
-
-from __future__ import annotations
+"""Peaks in closed form, and the order of moments; `tests/property/test_memory_walk.py` sums every moment anew."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.memory import MemoryEstimate, estimate_memory
 from hf_osdp.planner.cost.moments import combined_scratch, gathered_ahead
-from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
+from hf_osdp.planner.decision import Batch, layouts_for
 from hf_osdp.planner.description import (
     DType,
     GatherSpan,
@@ -44,59 +39,31 @@ def blocks(*, saved: int = 0, head_saved: int = 0, head_workspace: int = 0) -> M
         return Segment(unit=unit, saved_bytes=Affine(per_sample=saved), forward=phase, backward=phase)
 
     weights = (ParameterSpec(name=f"b{i}.w", shape=(100,), dtype=DType.FLOAT32) for i in range(LAYERS))
-    return ModelDescription(
-        model_name="blocks",
-        model_class="Blocks",
-        block_classes=("Block",),
-        sequence_length=1,
-        compute_dtype=DType.FLOAT32,
-        units=(
-            unit("", GatherSpan.STEP),
-            *(unit(f"b{i}", GatherSpan.USE, weight) for i, weight in enumerate(weights)),
-        ),
-        segments=(*(segment(1 + i, saved, 0) for i in range(LAYERS)), segment(0, head_saved, head_workspace)),
-    )
+    units = (unit("", GatherSpan.STEP), *(unit(f"b{i}", GatherSpan.USE, one) for i, one in enumerate(weights)))
+    segments = (*(segment(1 + i, saved, 0) for i in range(LAYERS)), segment(0, head_saved, head_workspace))
+    return replace(transformer(), sequence_length=1, units=units, segments=segments, input_bytes=Affine())
 
 
-def everywhere(description: ModelDescription, g: int, *, keep: bool = False, **more: Any) -> list[UnitLayout]:
-    return [
-        replace(layouts_for(unit.span, (g,), reshard_after_forward=not keep)[0], **more) for unit in description.units
-    ]
-
-
-def estimate(
-    description: ModelDescription,
-    g: int,
-    *,
-    world_size: int = 4,
-    job: TrainingJob = JOB,
-    batch: Batch = ONCE,
-    **chosen: Any,
-) -> MemoryEstimate:
-    return estimate_memory(description, everywhere(description, g, **chosen), world_size, job, batch)
+def estimate(description, g, *, world_size=4, job=JOB, batch=ONCE, **chosen) -> MemoryEstimate:
+    layouts = [layouts_for(unit.span, (g,), reshard_after_forward=True)[0] for unit in description.units]
+    return estimate_memory(description, [replace(one, **chosen) for one in layouts], world_size, job, batch)
 
 
 PEAKS = {
     # parameter and two states, cut in 4; b3 is gathered ahead, into a buffer of P bytes
-    "activations dominate: at the head": (
-        blocks(saved=10**6, head_workspace=10**5, head_saved=10**5),
-        dict(g=4), ("backward", "(root)"), LAYERS * 3 * P // 4 + LAYERS * 10**6 + 2 * 10**5 + P,
-    ),
+    "activations dominate: at the head": (blocks(saved=10**6, head_workspace=10**5, head_saved=10**5), dict(g=4),
+        ("backward", "(root)"), LAYERS * 3 * P // 4 + LAYERS * 10**6 + 2 * 10**5 + P),
     # all parameters, the gradients of b1..b3, b0 gathered, and the buffer in which b1 is reduced
-    "gradients dominate: in the block that runs last": (
-        blocks(), dict(g=1, job=NO_STATES), ("backward: gather", "b0"), LAYERS * P + (LAYERS - 1) * P + P + P,
-    ),
+    "gradients dominate: in the block that runs last": (blocks(), dict(g=1, job=NO_STATES), ("backward: gather", "b0"),
+        LAYERS * P + (LAYERS - 1) * P + P + P),
     # parameters and gradients, one block gathered, and the buffer in which the one after it is reduced
-    "whole gradients that are held are all there": (
-        blocks(), dict(g=1, job=NO_STATES, batch=TWICE, reduce_every_micro_step=False), ("backward: gather", "b2"),
-        2 * LAYERS * P + P + P,
-    ),
+    "whole gradients that are held are all there": (blocks(),
+        dict(g=1, job=NO_STATES, batch=TWICE, reduce_every_micro_step=False), ("backward: gather", "b2"),
+        2 * LAYERS * P + P + P),
     # b1: its only gradient and the buffer in which it is reduced, and the buffer of b0, gathered ahead; then as much
     # again where b0 is copied out: gathered, its buffer, and the reduce buffer of b1 in flight
-    "full sharding of one block at a time": (
-        blocks(), dict(g=4, job=NO_STATES), ("backward: reduce", "b1"),
-        LAYERS * P // 4 + (LAYERS - 1) * P // 4 + P + P + P,
-    ),
+    "full sharding of one block at a time": (blocks(), dict(g=4, job=NO_STATES), ("backward: reduce", "b1"),
+        LAYERS * P // 4 + (LAYERS - 1) * P // 4 + P + P + P),
 }  # fmt: skip
 
 
@@ -105,9 +72,7 @@ def test_peak_in_closed_form(description, asked, where, total_bytes):
     memory = estimate(description, **asked)
     assert (memory.peak.phase, memory.peak.unit) == where
     assert memory.peak_bytes == memory.peak.total_bytes == total_bytes
-    assert memory.peak is next(moment for moment in memory.moments if moment.total_bytes == total_bytes), (
-        "the first of the highest"
-    )
+    assert memory.peak is next(moment for moment in memory.moments if moment.total_bytes == total_bytes)
 
 
 @pytest.mark.parametrize(
@@ -118,29 +83,19 @@ def test_scratch_of_a_loop_is_its_largest(step, expected):
     assert (combined_scratch(job, [10, 20, 30]), combined_scratch(job, [])) == (expected, 0)
 
 
-@pytest.mark.parametrize(
-    ("order", "ahead"),
-    [
-        pytest.param(
-            (1, 0, 2, 3, 0, 1, 0),
-            (None, None, None, 2, 3, 3, None),
-            id="head shared: nothing is gathered during the loss",
-        ),
-        pytest.param((0, 2, 3, 0), (None, None, 2, 3), id="root's head: the last block is gathered during the loss"),
-        pytest.param((0, 2, 0, 3), (None, None, 2, 2), id="root between blocks"),
-        pytest.param(
-            (1, 2, 1, 3, 1),
-            (None, None, 2, None, 3),
-            id="nor is it while shared weights run more often than they have modules",
-        ),
-        pytest.param((1, 2, 3, 0), (None, None, 2, 3), id="a shared module that never runs has no place in the order"),
-    ],
-)
+ORDERS = {
+    "head shared: nothing is gathered during the loss": ((1, 0, 2, 3, 0, 1, 0), (None, None, None, 2, 3, 3, None)),
+    "root's head: the last block is gathered during the loss": ((0, 2, 3, 0), (None, None, 2, 3)),
+    "root between blocks": ((0, 2, 0, 3), (None, None, 2, 2)),
+    "shared weights run more often than they have modules": ((1, 2, 1, 3, 1), (None, None, 2, None, 3)),
+    "a shared module that never runs has no place in the order": ((1, 2, 3, 0), (None, None, 2, 3)),
+}
+
+
+@pytest.mark.parametrize(("order", "ahead"), ORDERS.values(), ids=ORDERS)
 def test_gathered_ahead_follows_fsdp2s_order_of_forwards(order, ahead):
     description = transformer(layers=2)
     root, tied, *rest = description.units
     units = (root, replace(tied, module_names=("embedding", "head")), *rest)
-    assert (
-        gathered_ahead(replace(description, units=units, segments=tuple(Segment(unit=unit) for unit in order)))
-        == ahead
-    )
+    segments = tuple(Segment(unit=unit) for unit in order)
+    assert gathered_ahead(replace(description, units=units, segments=segments)) == ahead

@@ -1,7 +1,5 @@
 """A profile's JSON form; which segments take its times; damaged files give one clear line."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -9,7 +7,7 @@ import pytest
 from hf_osdp.errors import ProfileError
 from hf_osdp.planner.affine import Affine, linear_fit
 from hf_osdp.planner.cost.timing import phase_affine
-from hf_osdp.planner.description import DType, ModelDescription, PhaseCost
+from hf_osdp.planner.description import DType, ModelDescription, PhaseCost, Segment
 from hf_osdp.planner.hardware import Collective, CollectiveTiming, FsdpOverhead, WorkTime
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
@@ -17,51 +15,34 @@ from hf_osdp.planner.training_job import OptimizerStep
 from tests.helpers.descriptions import transformer, ways
 
 DESCRIPTION = transformer(layers=3)
-HARDWARE = replace(
-    preset("cpu", devices_per_node=2),
-    timings=(
-        CollectiveTiming(
-            collective=Collective.ALL_GATHER, group_size=2, latency_s=1e-4, seconds_per_byte=1e-9, crosses_nodes=True
-        ),
-    ),
-    fsdp_overhead=FsdpOverhead(
-        gather=WorkTime(call_s=1e-4, tensor_s=1e-5, seconds_per_byte=1e-10),
-        reduce=WorkTime(call_s=2e-4),
-        updates={step: WorkTime(tensor_s=1e-5) for step in OptimizerStep},
-    ),
-)
+PAIR = {"collective": Collective.ALL_GATHER, "group_size": 2, "crosses_nodes": True}
+TIMING = CollectiveTiming(**PAIR, latency_s=1e-4, seconds_per_byte=1e-9)
+GATHER, REDUCE = WorkTime(call_s=1e-4, tensor_s=1e-5, seconds_per_byte=1e-10), WorkTime(call_s=2e-4)
+UPDATES = {step: WorkTime(tensor_s=1e-5) for step in OptimizerStep}
+OVERHEAD = FsdpOverhead(gather=GATHER, reduce=REDUCE, updates=UPDATES)
+HARDWARE = replace(preset("cpu", devices_per_node=2), timings=(TIMING,), fsdp_overhead=OVERHEAD)
 
 
 def times_of(description: ModelDescription, index: int, *points: tuple[int, float, float]) -> SegmentTimes:
     segment = description.segments[index]
     unit = description.units[segment.unit]
     return SegmentTimes(
-        class_name=unit.class_name,
-        parameter_shapes=tuple(p.shape for p in unit.parameters),
-        sequence_length=description.sequence_length,
-        compute_dtype=description.compute_dtype,
+        class_name=unit.class_name, parameter_shapes=tuple(p.shape for p in unit.parameters),
+        sequence_length=description.sequence_length, compute_dtype=description.compute_dtype,
         work=SegmentWork.of(segment),
         points=tuple(TimePoint(samples=b, forward_s=f, backward_s=r) for b, f, r in points),
-    )
+    )  # fmt: skip
 
 
 def profile_of(description: ModelDescription = DESCRIPTION) -> Profile:
     """Segment i takes (i + 1) ms + (i + 1) ms a sample forward, ten times that backward."""
-    kinds = {
-        (s.unit if i in (0, len(description.segments) - 1) else -1, SegmentWork.of(s)): i
-        for i, s in enumerate(description.segments)
-    }
-    return Profile(
-        hardware=HARDWARE,
-        segments=tuple(
-            times_of(description, i, *((b, 1e-3 * (i + 1) * (1 + b), 1e-2 * (i + 1) * (1 + b)) for b in (1, 2, 4)))
-            for i in kinds.values()
-        ),
-        device_names=("cpu", "cpu"),
-        model="transformer",
-        versions={"torch": "2.13.0"},
-        date="2026-01-01T00:00:00+00:00",
-    )
+    ends = (0, len(description.segments) - 1)
+    segments = enumerate(description.segments)
+    kinds = {(s.unit if i in ends else -1, SegmentWork.of(s)): i for i, s in segments}
+    points = {i: [(b, 1e-3 * (i + 1) * (1 + b), 1e-2 * (i + 1) * (1 + b)) for b in (1, 2, 4)] for i in kinds.values()}
+    times = tuple(times_of(description, i, *those) for i, those in points.items())
+    facts = {"model": "transformer", "versions": {"torch": "2.13.0"}, "date": "2026-01-01T00:00:00+00:00"}
+    return Profile(hardware=HARDWARE, segments=times, device_names=("cpu", "cpu"), **facts)
 
 
 PROFILE = profile_of()
@@ -89,9 +70,7 @@ def test_every_segment_takes_the_times_of_its_own_kind():
     assert timed.fingerprint == DESCRIPTION.fingerprint
     longer = with_block_times(transformer(layers=7), PROFILE)
     assert {s.forward.seconds for s in longer.segments[1:-1]} == {timed.segments[1].forward.seconds}
-    assert with_block_times(DESCRIPTION, replace(PROFILE, segments=())) == DESCRIPTION, (
-        "a profile of the machine alone"
-    )
+    assert with_block_times(DESCRIPTION, replace(PROFILE, segments=())) == DESCRIPTION
 
 
 def test_recomputed_segments_take_one_more_forward():
@@ -108,29 +87,20 @@ def with_work(factor: float, name: str, phase: str, class_name: str = "") -> Mod
     def scaled(cost: PhaseCost) -> PhaseCost:
         return replace(cost, **{name: getattr(cost, name).scaled(factor, constants=True)})
 
-    segments = (
-        replace(s, **{phase: scaled(getattr(s, phase))})
-        if class_name in ("", DESCRIPTION.units[s.unit].class_name)
-        else s
-        for s in DESCRIPTION.segments
-    )
-    return replace(DESCRIPTION, segments=tuple(segments))
+    def changed(s: Segment) -> Segment:
+        meant = class_name in ("", DESCRIPTION.units[s.unit].class_name)
+        return replace(s, **{phase: scaled(getattr(s, phase))}) if meant else s
+
+    return replace(DESCRIPTION, segments=tuple(map(changed, DESCRIPTION.segments)))
 
 
 BLOCKS_ONLY = replace(PROFILE, segments=tuple(times for times in PROFILE.segments if times.class_name == "Block"))
+HAS = "it has times for Block at 32 tokens in float32"
 OTHERS = [
-    (
-        transformer(sequence_length=64),
-        PROFILE,
-        "at 64 tokens in float32; it has times for Block at 32 tokens in float32, Root at 32",
-    ),
-    (transformer(dtype=DType.BFLOAT16), PROFILE, "in bfloat16; it has times for Block at 32 tokens in float32"),
+    (transformer(sequence_length=64), PROFILE, f"at 64 tokens in float32; {HAS}, Root at 32"),
+    (transformer(dtype=DType.BFLOAT16), PROFILE, f"in bfloat16; {HAS}"),
     (with_work(1.5, "matmul_flops", "backward", "Block"), PROFILE, "no times for Block"),  # checkpointed
-    (
-        DESCRIPTION,
-        BLOCKS_ONLY,
-        "no times for Root 'embedding+head' at 32 tokens in float32; it has times for Block at 32 tokens in float32.",
-    ),
+    (DESCRIPTION, BLOCKS_ONLY, f"no times for Root 'embedding+head' at 32 tokens in float32; {HAS}."),
 ]
 
 
@@ -146,6 +116,7 @@ def test_work_that_differs_by_a_hair_is_the_same():
     assert all(s.forward.seconds is not None for s in timed.segments)
 
 
-def test_linear_fit_recovers_the_coefficients_and_one_size_is_a_rate():
+def test_linear_fit_recovers_coefficients_and_one_size_is_rate():
+    assert linear_fit([(1_000, 2e-3), (1_000_000, 1e-3)]) == pytest.approx((0.0, 1e-9)), "physical under noise"
     assert linear_fit([(n, 1e-4 + 2e-9 * n) for n in (1_000, 100_000, 10_000_000)]) == pytest.approx((1e-4, 2e-9))
     assert times_of(DESCRIPTION, 0, (4, 2.0, 0.0)).linear("forward_s") == Affine(constant=0.0, per_sample=0.5)

@@ -1,7 +1,5 @@
 """Seconds of a step: what overlap hides, what it cannot, and what accumulation multiplies."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -20,80 +18,58 @@ from hf_osdp.planner.cost.timing import (
 from hf_osdp.planner.cost.units import UnitSeconds
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, PhaseCost, Segment
-from hf_osdp.planner.hardware import Backend, FsdpOverhead, Hardware, HostSpec
+from hf_osdp.planner.hardware import Backend, FsdpOverhead, Hardware
 from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.training_job import OptimizerStep, Precision, TrainingJob
 from tests.helpers.descriptions import transformer, ways
-from tests.helpers.hardware import bare_preset
+from tests.helpers.hardware import bare_preset, host_of
 
-TERMS = UnitSeconds(
-    gather_forward=4.0,
-    gather_backward=4.0,
-    reduce_scatter=3.0,
-    all_reduce=2.0,
-    copy_forward=0.5,
-    copy_backward=0.75,
-    optimizer=0.25,
-)
+COLLECTIVES = dict(gather_forward=4.0, gather_backward=4.0, reduce_scatter=3.0, all_reduce=2.0)
+TERMS = UnitSeconds(**COLLECTIVES, copy_forward=0.5, copy_backward=0.75, optimizer=0.25)
 ONCE, FIVE = (Batch(micro_batch_size=1, accumulation_steps=steps) for steps in (1, 5))
 REDUCING = UnitLayout(shard_size=2, reshard_after_forward=True)
 HOLDING = replace(REDUCING, reduce_every_micro_step=False)
 JOB = TrainingJob(global_batch_size=20)
 TRANSFER = HostTransfer(out=6.0, back_beside=5.0, traffic=0.125)
-HOST = HostSpec(
-    memory_bytes=10**12, to_device_bytes_per_s=1e9, to_host_bytes_per_s=1e9, update_bytes_per_s=1e10, source="made up"
-)
+HOST = host_of(10**12, to_device=1e9, to_host=1e9, update=1e10)
 AWAITED = HostTransfer(out=6.0, back_before=5.0, traffic=0.125)
 """As the input of a recomputed unit is."""
 EXPOSED = {
     "no window": (dict(), 4 + 4 + 3 + 2),
     "some windows": (dict(forward=1.0, backward=2.5), (4 - 1) + (4 + 3 + 2 - 2.5)),
-    "wide windows": (dict(forward=100.0, backward=100.0), 0),
-    "accumulation": (dict(batch=FIVE), 5 * (4 + 4 + 3) + 2),  # one all-reduce between replicas
+    "wide windows": (dict(forward=100.0, backward=100.0), 0), "accumulation": (dict(batch=FIVE), 5 * (4 + 4 + 3) + 2),
+    # one all-reduce between replicas
     "accumulation of whole gradients": (dict(batch=FIVE, layout=HOLDING), 5 * (4 + 4) + 3 + 2),
-    "a window in each micro-step": (
-        dict(batch=FIVE, backward=8.0),
-        5 * 4 + 0 * 4 + 1,
-    ),  # 4 + 3 fit beside 8, with 2 more not
+    "a window in each micro-step": (dict(batch=FIVE, backward=8.0), 5 * 4 + 0 * 4 + 1),
+    # 4 + 3 fit beside 8, with 2 more not
     "a window of whole gradients": (dict(batch=FIVE, layout=HOLDING, backward=3.0), 5 * 4 + 4 * 1 + (4 + 3 + 2 - 3)),
     "transfer without windows": (dict(transfer=TRANSFER), (4 + 6) + (4 + 3 + 2) + 5),
     "awaited transfer without windows": (dict(transfer=AWAITED), (4 + 6) + (4 + 3 + 2) + 5),
     "the way out shares forward with the gather": (dict(transfer=TRANSFER, forward=7.0, backward=100.0), 4 + 6 - 7),
     "which hides both": (dict(transfer=TRANSFER, forward=10.0, backward=100.0), 0),
-    "the way back shares backward with gather and reduction": (
-        dict(transfer=TRANSFER, forward=100.0, backward=13.0),
-        5 + (4 + 3 + 2) - 13,
-    ),
+    "the way back shares backward with gather and reduction": (dict(transfer=TRANSFER, forward=100.0, backward=13.0),
+        5 + (4 + 3 + 2) - 13),
     "recomputation waits for its input": (dict(transfer=AWAITED, forward=100.0, backward=100.0), 5),
     "and hides the rest": (dict(transfer=AWAITED, forward=100.0, backward=8.0), 5 + (4 + 3 + 2 - 8)),
     # 5 + 4 + 3 fit beside 13
-    "a transfer in each micro-step": (
-        dict(transfer=TRANSFER, batch=FIVE, forward=7.0, backward=13.0),
-        5 * (4 + 6 - 7) + (5 + 4 + 3 + 2 - 13),
-    ),
+    "a transfer in each micro-step": (dict(transfer=TRANSFER, batch=FIVE, forward=7.0, backward=13.0),
+        5 * (4 + 6 - 7) + (5 + 4 + 3 + 2 - 13)),
     "an awaited transfer in each": (dict(transfer=AWAITED, batch=FIVE, forward=100.0, backward=100.0), 5 * 5),
-    "calls after the first: gathered, not reduced": (
-        dict(forward=4.0, backward=9.0, later=(Windows(forward=1.0),)),
-        3 + 4,
-    ),
-}
+    "calls after the first: gathered, not reduced": (dict(forward=4.0, backward=9.0, later=(Windows(forward=1.0),)),
+        3 + 4),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("asked", "exposed_s"), EXPOSED.values(), ids=EXPOSED)
 def test_unit_time_exposes_what_no_window_hides(asked, exposed_s):
-    batch, layout, transfer = (
-        asked.get("batch", ONCE),
-        asked.get("layout", REDUCING),
-        asked.get("transfer", HostTransfer()),
-    )
-    windows = Windows(**{name: asked[name] for name in ("forward", "backward", "later") if name in asked})
+    given = {"batch": ONCE, "layout": REDUCING, "transfer": HostTransfer(), **asked}
+    batch, layout, transfer = (given.pop(name) for name in ("batch", "layout", "transfer"))
+    windows = Windows(**given)
     time = unit_time(TERMS, layout, windows, 1.0, batch, transfer)
     steps, calls = batch.accumulation_steps, 1 + len(windows.later)
     on_the_way = steps * (calls * (4 + 4) + transfer.out + transfer.back_beside + transfer.back_before)
     assert time.exposed_s == exposed_s
-    assert time.communication_s == on_the_way + (1 if layout is HOLDING else steps) * 3 + 2, (
-        "it happens, hidden or not"
-    )
+    assert time.communication_s == on_the_way + (1 if layout is HOLDING else steps) * 3 + 2
     assert (time.compute_s, time.optimizer_s) == (steps, 0.25)
     assert time.copy_s == steps * (1.25 + (calls - 1) * 2 * 0.5 + transfer.traffic)
     assert time.total_s == time.compute_s + time.exposed_s + time.copy_s + time.optimizer_s
@@ -108,13 +84,11 @@ def phase_s(phase: PhaseCost, samples: int, machine: Hardware) -> float:
     return phase_affine(phase, transformer(), machine)(samples)
 
 
-def compute_s(
-    description: ModelDescription, machine: Hardware, samples: int, kept: Activations = Activations.SAVE
-) -> tuple[float, ...]:
+def compute_s(description, machine, samples, kept=Activations.SAVE) -> tuple[float, ...]:
     return unit_work(description, machine, samples, kept)[0]
 
 
-def test_phase_is_a_roofline_of_products_and_traffic_and_dispatch_where_nothing_overlaps():
+def test_phase_is_a_roofline_plus_dispatch_where_nothing_overlaps():
     phase = PhaseCost(matmul_flops=Affine(per_sample=19.5e12), traffic_bytes=Affine(constant=1555e9))
     assert phase_s(phase, 2, hardware()) == pytest.approx(2.0 + 1.0)
     dispatched = replace(phase, operators=Affine(constant=300, per_sample=10))
@@ -129,14 +103,14 @@ def launching(operators: float) -> tuple[ModelDescription, Hardware]:
         return replace(phase, operators=Affine(constant=operators))
 
     plain = transformer()
-    segments = (
-        s.each(lambda costs: replace(costs, forward=issued(costs.forward), backward=issued(costs.backward)))
-        for s in plain.segments
-    )
-    return replace(plain, segments=tuple(segments)), hardware(operator_s=1e-3)
+
+    def both(costs: Segment) -> Segment:
+        return replace(costs, forward=issued(costs.forward), backward=issued(costs.backward))
+
+    return replace(plain, segments=tuple(s.each(both) for s in plain.segments)), hardware(operator_s=1e-3)
 
 
-def test_gpu_waits_where_a_micro_step_has_less_work_than_the_cpu_takes_to_issue():
+def test_gpu_waits_where_issuing_takes_longer_than_work():
     work = sum(compute_s(transformer(), hardware(), 4))
     passes, units = 2 * len(transformer().segments), len({segment.unit for segment in transformer().segments})
     hooks = [(work, work)] * len(transformer().units)
@@ -148,17 +122,12 @@ def test_gpu_waits_where_a_micro_step_has_less_work_than_the_cpu_takes_to_issue(
     assert sum(queued) == pytest.approx(2 * work + 2 * units * work), "each unit's hooks run once in each pass"
     assert sum(compute_s(description, gpu, 2)) == pytest.approx(2 * work), "fewer samples are no quicker"
     before, after = (unit_work(*launching(operators), 4)[1] for operators in (0.0, 1e6))
-    assert all(b.backward > 100 * a.backward for a, b in zip(before, after, strict=True) if a.backward), (
-        "communication hides beside it"
-    )
+    assert all(b.backward > 100 * a.backward for a, b in zip(before, after, strict=True) if a.backward)
 
 
-def test_phase_counts_attention_at_its_own_rate_and_the_bytes_of_products():
-    phase = PhaseCost(
-        matmul_flops=Affine(per_sample=19.5e12),
-        attention_flops=Affine(per_sample=5e12),
-        product_bytes=Affine(per_sample=1555e9),
-    )
+def test_phase_counts_attention_rate_and_bytes_of_products():
+    amounts = {"matmul_flops": 19.5e12, "attention_flops": 5e12, "product_bytes": 1555e9}
+    phase = PhaseCost(**{name: Affine(per_sample=amount) for name, amount in amounts.items()})
     assert phase.flops == Affine(per_sample=24.5e12)
     assert phase_s(phase, 1, hardware()) == pytest.approx(1 + 5 / 19.5), "by default it has the rate of products"
     device = {"attention_flops_per_s": 10e12, "product_traffic": 0.25}
@@ -166,7 +135,7 @@ def test_phase_counts_attention_at_its_own_rate_and_the_bytes_of_products():
     assert phase_s(phase, 1, hardware(**{**device, "attention_flops_per_s": 1e15})) == pytest.approx(1.25 + 5 / 19.5)
 
 
-def test_gpu_waits_for_fsdp2_and_the_optimizer_where_the_cpu_is_slower():
+def test_gpu_waits_for_fsdp2_and_optimizer_on_slow_cpu():
     """Gathers and reductions of each micro-step, and a step of the optimizer; less where units are not freed."""
     description, queueing = transformer(), FsdpOverhead.issued(1.0)
     slow, layouts = hardware(operator_s=1.0), everywhere(description, 4)
@@ -195,7 +164,7 @@ def test_gpu_waits_for_fsdp2_and_the_optimizer_where_the_cpu_is_slower():
     assert alone_s(autocast=True) < 1, "autocast runs without FSDP2"
 
 
-def test_rate_of_an_unknown_dtype_is_an_error_that_lists_the_known():
+def test_rate_of_unknown_dtype_is_refused_with_the_known():
     titan = bare_preset("titan-rtx", devices_per_node=2)
     with pytest.raises(HardwareError, match=r"float64 rate of TITAN RTX is not known \(known: .*float32"):
         unit_work(replace(transformer(), compute_dtype=DType.FLOAT64), titan, 1)
@@ -212,15 +181,13 @@ def test_nothing_overlaps_on_gloo():
     assert time.total("exposed_s") == time.total("communication_s") > 0
 
 
-def test_windows_on_nccl_are_the_segment_before_and_the_units_own_backward():
+def test_windows_on_nccl_are_segment_before_and_own_backward():
     description = transformer(layers=3)
     _, windows = unit_work(description, hardware(), 4)
     embedding, *middle, _ = description.segments
     forward = [phase_s(s.forward, 4, hardware()) for s in (embedding, *middle)]
     backward = phase_s(middle[0].backward, 4, hardware())
-    assert windows[:2] == (Windows(), Windows()), (
-        "the root and the shared embedding are gathered first and reduced last"
-    )
+    assert windows[:2] == (Windows(), Windows())
     assert windows[2:] == tuple(Windows(forward=before, backward=backward) for before in forward[:3])
 
 
@@ -229,69 +196,49 @@ def recomputable(layers: int = 3) -> ModelDescription:
     description = transformer(layers=layers)
 
     def again(segment: Segment) -> Segment:
-        parts = {
-            name: getattr(segment.backward, name).plus(getattr(segment.forward, name))
-            for name in ("matmul_flops", "traffic_bytes")
-        }
-        return replace(segment, backward=replace(segment.backward, **parts))
+        forward, backward = segment.forward, segment.backward
+        names = ("matmul_flops", "traffic_bytes")
+        parts = {name: getattr(backward, name).plus(getattr(forward, name)) for name in names}
+        recomputed = ways(replace(segment, backward=replace(backward, **parts)))
+        return replace(segment, recomputed=recomputed if segment.unit > 1 else ())
 
-    segments = (
-        replace(s, recomputed=ways(again(s))) if description.units[s.unit].fqn.startswith("layers.") else s
-        for s in description.segments
-    )
-    return replace(description, segments=tuple(segments))
+    return replace(description, segments=tuple(map(again, description.segments)))
 
 
-def test_recompute_is_one_more_forward_and_a_longer_window_of_its_own_unit_alone():
+def test_recompute_adds_forward_and_window_to_its_unit_alone():
     description = recomputable()
     assert description.recomputable == {2, 3, 4}
-    (saved, short), (again, long) = (
-        unit_work(description, hardware(), 4, a) for a in (Activations.SAVE, Activations.RECOMPUTE)
-    )
+    both = (Activations.SAVE, Activations.RECOMPUTE)
+    (saved, short), (again, long) = (unit_work(description, hardware(), 4, kept) for kept in both)
     forward = [phase_s(s.forward, 4, hardware()) for s in description.segments[1:-1]]
     assert again[:2] == saved[:2], "the root and the shared embedding cannot be run again"
     assert again[2:] == pytest.approx([seconds + more for seconds, more in zip(saved[2:], forward, strict=True)])
     assert [w.forward for w in long] == [w.forward for w in short]
-    assert [w.backward for w in long[2:]] == pytest.approx(
-        [w.backward + more for w, more in zip(short[2:], forward, strict=True)]
-    )
+    longer = [w.backward + more for w, more in zip(short[2:], forward, strict=True)]
+    assert [w.backward for w in long[2:]] == pytest.approx(longer)
 
 
 def test_timer_gives_each_unit_the_time_of_its_own_choice():
     description = recomputable()
     timer = UnitTimer(description, hardware(), JOB, FIVE)
     plain = UnitLayout(shard_size=4, reshard_after_forward=True)
-    choices = [
-        plain,
-        plain,
-        plain,
-        replace(plain, activations=Activations.RECOMPUTE),
-        replace(plain, reduce_every_micro_step=False),
-    ]
-    alone = [
-        estimate_time(description, [choice] * 5, hardware(), JOB, FIVE).units[i] for i, choice in enumerate(choices)
-    ]
+    again, held = replace(plain, activations=Activations.RECOMPUTE), replace(plain, reduce_every_micro_step=False)
+    choices = [plain, plain, plain, again, held]
+    times = [estimate_time(description, [choice] * 5, hardware(), JOB, FIVE).units for choice in choices]
+    alone = [units[i] for i, units in enumerate(times)]
     assert [timer(i, choice) for i, choice in enumerate(choices)] == alone
     assert estimate_time(description, choices, hardware(), JOB, FIVE).units == tuple(alone)
     assert timer(3, choices[3]).compute_s > timer(3, plain).compute_s
     assert timer(4, choices[4]).communication_s < timer(4, plain).communication_s
 
 
-def test_timer_gives_a_layout_the_same_time_whatever_was_asked_before():
+def test_timer_gives_equal_times_whatever_was_asked_before():
     """Beside a slow CPU, whose queue must not depend on the layout that came first."""
     description = recomputable()
     slow = replace(hardware(operator_s=1e-4), host=HOST)
     plain = UnitLayout(shard_size=4, reshard_after_forward=True)
-    layouts = [
-        replace(plain, **changes)
-        for changes in (
-            {"shard_size": 1},
-            {"on_host": True},
-            {"shard_size": 1, "on_host": True},
-            {},
-            {"shard_size": 2},
-        )
-    ]
+    changes = (dict(shard_size=1), dict(on_host=True), dict(shard_size=1, on_host=True), {}, dict(shard_size=2))
+    layouts = [replace(plain, **change) for change in changes]
     alone = [UnitTimer(description, slow, JOB, FIVE)(3, layout) for layout in layouts]
     for order in (layouts, layouts[::-1]):
         timer = UnitTimer(description, slow, JOB, FIVE)

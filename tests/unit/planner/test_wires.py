@@ -1,8 +1,4 @@
-"""Which formats a plan sends: the fastest of those that the user allows, where one is faster than sending all as it
-is.
-"""
-
-from __future__ import annotations
+"""Which formats a plan sends: the fastest of those that the user allows, where one is faster than none."""
 
 from dataclasses import replace
 from itertools import product
@@ -35,10 +31,6 @@ LAYOUTS = [
 ]
 
 
-def test_communication_may_be_asked_for_by_each_format_and_none_else():
-    assert FORMATS == (EXACT, *WireFormat)
-
-
 def with_wires(unit, layout, hardware, job) -> UnitLayout:
     return replace(layout, **fastest_wires(unit, layout, hardware, job))
 
@@ -54,47 +46,42 @@ def seconds(unit, layout, hardware, job) -> float:
 def test_formats_are_the_fastest_of_all_combinations(allowed, precision, rate):
     hardware = toy_hardware(2, 2, inter=(1e-4, rate))
     job = replace(JOB, communication=allowed, precision=Precision.named(precision))
+    assert FORMATS == (EXACT, *WireFormat)
     unit = next(unit for unit in transformer().units if unit.span is GatherSpan.USE)
     formats = (None, *formats_up_to(allowed))
+    names = ("gather_wire", "reduce_wire", "replica_wire")
     for layout in LAYOUTS:
-        between = layout.two_stage
         replicas = formats if layout.shard_size == 2 else (None,)
-        sharded = formats if between or layout.shard_size == 2 else (None,)
-        fastest = min(
-            seconds(unit, replace(layout, gather_wire=gather, reduce_wire=reduce, replica_wire=replica), hardware, job)
-            for gather, reduce, replica in product(
-                [f for f in sharded if f is None or f.for_parameters], sharded, replicas
-            )
-        )
+        sharded = formats if layout.two_stage or layout.shard_size == 2 else (None,)
+        gathered = [f for f in sharded if f is None or f.for_parameters]
+        ways = [dict(zip(names, way, strict=True)) for way in product(gathered, sharded, replicas)]
+        fastest = min(seconds(unit, replace(layout, **way), hardware, job) for way in ways)
         chosen = with_wires(unit, layout, hardware, job)
         assert seconds(unit, chosen, hardware, job) == pytest.approx(fastest)
-        assert replace(chosen, gather_wire=None, reduce_wire=None, replica_wire=None) == layout
+        assert replace(chosen, **dict.fromkeys(names)) == layout
         assert set(chosen.formats.values()) <= set(formats)
 
 
-def test_a_format_takes_the_time_to_encode_and_decode_at_memory_speed():
+def test_format_takes_time_to_encode_at_memory_speed():
     hardware = toy_hardware(2, 2, inter=(1e-4, 2e7))
-    slow = replace(
-        hardware, device=replace(hardware.device, memory_bytes_per_s=hardware.device.memory_bytes_per_s / 2)
-    )
+    rate = hardware.device.memory_bytes_per_s
+    slow = replace(hardware, device=replace(hardware.device, memory_bytes_per_s=rate / 2))
     unit = next(unit for unit in transformer().units if unit.span is GatherSpan.USE)
     elements = sum(p.sharded_numel(2) for p in unit.trainable)
     layout = replace(LAYOUTS[1], replica_wire=INT4)
     fast_s, slow_s = (unit_seconds(unit, layout, machine, JOB).all_reduce for machine in (hardware, slow))
-    traffic = elements * (
-        INT4.encode_traffic + 3 / 2 * INT4.decode_traffic
-    )  # sums are encoded again, and decoded whole
-    assert slow_s - fast_s == pytest.approx(traffic / hardware.device.memory_bytes_per_s)
+    traffic = elements * (INT4.encode_traffic + 3 / 2 * INT4.decode_traffic)  # sums are encoded again, decoded whole
+    assert slow_s - fast_s == pytest.approx(traffic / rate)
 
 
-def test_among_several_ranks_of_several_nodes_all_is_sent_as_it_is():
+def test_several_ranks_of_several_nodes_send_as_it_is():
     unit = transformer().units[0]
     for size in (1, 4):
         layout = UnitLayout(shard_size=size, reshard_after_forward=True)
         assert with_wires(unit, layout, SLOW, JOB) == layout
 
 
-def test_parameters_are_never_sent_in_four_bits_and_bf16_not_in_bf16():
+def test_parameters_never_go_in_int4_nor_bf16_in_bf16():
     unit = transformer().units[0]
     layout = with_wires(unit, LAYOUTS[3], SLOW, JOB)
     assert layout.gather_wire is INT8 and layout.reduce_wire is INT4
@@ -115,7 +102,7 @@ def test_packed_weights_of_4_bits_are_sent_to_the_byte(beside):
         assert with_wires(unit, layout, SLOW, replace(JOB, communication=allowed)).gather_wire is None
 
 
-def test_two_measured_stages_are_shorter_by_what_is_not_sent_between_nodes():
+def test_two_measured_stages_are_shorter_by_what_formats_save():
     unit, layout = transformer().units[0], LAYOUTS[3]
     timings = tuple(
         CollectiveTiming(collective=kind, group_size=4, latency_s=0.1, seconds_per_byte=2e-6, crosses_nodes=True)
@@ -128,7 +115,7 @@ def test_two_measured_stages_are_shorter_by_what_is_not_sent_between_nodes():
     assert exact.gather_forward - coded.gather_forward == pytest.approx(saved, rel=0.05)
 
 
-def test_search_takes_them_where_the_link_is_slow_and_compare_shows_what_they_gain():
+def test_search_takes_formats_on_slow_links_compare_shows_gain():
     description = transformer()
     slow = problem(description, SLOW, JOB)
     exact = replace(slow, job=replace(JOB, communication=EXACT))
@@ -145,16 +132,14 @@ def test_search_takes_them_where_the_link_is_slow_and_compare_shows_what_they_ga
 def test_given_plan_of_coarser_formats_than_allowed_is_refused():
     layout = UnitLayout(shard_size=2, reshard_after_forward=True, replica_wire=INT8)
     description = transformer()
-    plan = Plan.of(
-        description, [layout] * len(description.units), Batch(micro_batch_size=1, accumulation_steps=1), world_size=4
-    )
+    once = Batch(micro_batch_size=1, accumulation_steps=1)
+    plan = Plan.of(description, [layout] * len(description.units), once, world_size=4)
     for allowed in ("exact", "bf16"):
         with pytest.raises(PlanError, match=f"in int8, but communication='{allowed}'; set communication='int8'"):
             check_communication(plan, OSDPConfig(plan=plan, communication=allowed))
     check_communication(plan, OSDPConfig(plan=plan, communication="int4"))
-    with pytest.raises(
-        ValueError, match="measures links by exact communication, but the run has communication='int8'"
-    ):
+    message = "measures links by exact communication, but the run has communication='int8'"
+    with pytest.raises(ValueError, match=message):
         OSDPConfig(recalibrate=True, communication="int8")
     with pytest.raises(ValueError, match="communication='fp8' is not known; use one of exact, bf16, int8, int4"):
         OSDPConfig(communication="fp8")

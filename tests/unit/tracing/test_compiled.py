@@ -1,7 +1,5 @@
 """Blocks that are compiled: what their trace allocates, against what Inductor's own code does on the CPU."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from typing import Any
@@ -25,19 +23,9 @@ from hf_osdp.tracing.memory_tracker import MemoryTracker
 
 HIDDEN, LENGTH, SAMPLES = 256, 128, 4
 NO_DROPOUT = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
-CONFIGS = {
-    "gpt2": GPT2Config(
-        n_embd=HIDDEN, n_head=4, n_layer=2, vocab_size=64, bos_token_id=0, eos_token_id=0, **NO_DROPOUT
-    ),
-    "llama": LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=3 * HIDDEN,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=2,
-        vocab_size=64,
-    ),
-}
+GPT2 = {"n_embd": HIDDEN, "n_head": 4, "n_layer": 2, "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
+LLAMA = {"hidden_size": HIDDEN, "intermediate_size": 3 * HIDDEN, "num_attention_heads": 4, "num_key_value_heads": 2}
+CONFIGS = {"gpt2": GPT2Config(**GPT2, **NO_DROPOUT), "llama": LlamaConfig(**LLAMA, num_hidden_layers=2, vocab_size=64)}
 WAYS = {1.0: None, 0.53: Recomputation(budget=0.53), 0.0: Recomputation()}
 
 
@@ -66,9 +54,7 @@ def compile_block(block: nn.Module, way: Recomputation | None = None) -> None:
 
 
 def levels(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], memory: MemoryTracker) -> dict[str, float]:
-    """Bytes of a forward and backward, in hidden states: forward's peak, what it leaves, backward's peak above
-    that.
-    """
+    """Bytes in hidden states: forward's peak, what it leaves, backward's peak above that."""
     output = block(*args, **kwargs)
     hidden = output[0] if isinstance(output, tuple) else output
     forward, saved = memory.peak_bytes, memory.current_bytes
@@ -82,13 +68,11 @@ def levels(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], memo
 def estimated(name: str, way: Recomputation | None) -> dict[str, float]:
     block, *call = block_of(name)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fake, memory = fake_copy(block, mode), MemoryTracker(block_bytes=1)
+    fake, memory, empty = fake_copy(block, mode), MemoryTracker(block_bytes=1), torch.empty_strided
     with forms_in_trace(mode) as forms, mode:
         compile_block(fake, way)
-        args, kwargs = tree_map_only(
-            torch.Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype), tuple(call)
-        )
-        args, kwargs = with_leaf(args, kwargs)
+        fakes = tree_map_only(torch.Tensor, lambda t: empty(t.shape, t.stride(), dtype=t.dtype), tuple(call))
+        args, kwargs = with_leaf(*fakes)
         with memory:
             pass  # it has seen the mode of fake tensors, and counts what compiled code makes alone
         forms.memory = memory
@@ -117,9 +101,8 @@ def allocated(name: str, way: Recomputation | None, monkeypatch: pytest.MonkeyPa
         return original(module, inputs, inner_compile=seen)
 
     monkeypatch.setattr(inductor, "compile_fx", compile_fx)
-    monkeypatch.setattr(
-        guards, "_empty_strided_cpu", lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
-    )
+    empty = torch.empty_strided
+    monkeypatch.setattr(guards, "_empty_strided_cpu", lambda size, stride, dtype: empty(size, stride, dtype=dtype))
     block, *call = block_of(name)
     compile_block(block, way)
     torch._dynamo.reset()
@@ -139,10 +122,7 @@ def test_trace_allocates_as_inductor_does(name, budget, monkeypatch):
     found, real = estimated(name, WAYS[budget]), allocated(name, WAYS[budget], monkeypatch)
     assert found["saved"] == pytest.approx(real["saved"], abs=0.02)
     assert found["forward"] == pytest.approx(real["forward"], abs=0.02)
-    assert abs(found["backward"] - real["backward"]) <= 1.05, (
-        found,
-        real,
-    )  # of some 20, where another kernel comes first
+    assert abs(found["backward"] - real["backward"]) <= 1.05  # of some 20, where another kernel comes first
 
 
 @functools.cache
@@ -163,9 +143,8 @@ def test_compiled_blocks_save_less_and_move_less_than_eager_ones():
     assert other.forward.traffic_bytes(SAMPLES) < 0.4 * one.forward.traffic_bytes(SAMPLES)
     assert other.forward.operators(SAMPLES) < 0.4 * one.forward.operators(SAMPLES)
     for phase in ("forward", "backward"):  # the products are the same
-        assert getattr(other, phase).matmul_flops(SAMPLES) == pytest.approx(
-            getattr(one, phase).matmul_flops(SAMPLES), rel=0.01
-        )
+        wanted = getattr(one, phase).matmul_flops(SAMPLES)
+        assert getattr(other, phase).matmul_flops(SAMPLES) == pytest.approx(wanted, rel=0.01)
 
 
 def test_budgets_of_compiled_blocks_are_a_frontier():
@@ -208,17 +187,11 @@ class TwoKinds(nn.Module):
         return {"loss": x.float().sum()}
 
 
-def test_blocks_that_do_not_compile_run_as_they_are_and_are_named(caplog):
+def test_blocks_that_do_not_compile_are_named_and_stay(caplog):
     with caplog.at_level(logging.WARNING), torch.device("meta"):
         model = TwoKinds()
-    description = describe(
-        model,
-        sequence_length=1,
-        block_classes=("Whole", "Breaking"),
-        compile=True,
-        inputs=lambda samples: {"x": torch.zeros(samples, 4, 8)},
-        recomputation=False,
-    )
+    options = {"block_classes": ("Whole", "Breaking"), "recomputation": False, "compile": True}
+    description = describe(model, sequence_length=1, inputs=lambda count: {"x": torch.zeros(count, 4, 8)}, **options)
     assert description.compiled_classes == ("Whole",)
     assert "Breaking does not compile as one graph" in caplog.text
 
@@ -232,26 +205,14 @@ def test_trace_leaves_nothing_in_dynamos_caches():
         assert not _debug_get_cache_entry_list(function.__code__)
 
 
-def test_copy_of_a_compiled_module_runs_its_own_parameters():
-    import copy
-
-    module = Whole()
-    compile_block(module)
-    other = copy.deepcopy(module)
-    with torch.no_grad():
-        other.inner.weight.zero_()
-        other.inner.bias.zero_()
-    x = torch.randn(2, 8)
-    assert isinstance(other.forward, CompiledForward)
-    assert torch.equal(other(x), x)
-    assert not torch.equal(module(x), x)
-
-
-def test_nothing_counts_as_compiled_where_dynamo_is_switched_off(caplog):
-    with torch.compiler.set_stance("force_eager"), caplog.at_level(logging.WARNING):
-        description = describe(CONFIGS["llama"], sequence_length=16, compile=True)
-    assert description.compiled_classes == ()
-    assert "dynamo is switched off" in caplog.text
+def test_compile_without_dynamo_or_blocks_says_so(caplog):
+    with caplog.at_level(logging.WARNING):
+        with torch.compiler.set_stance("force_eager"):
+            assert describe(CONFIGS["llama"], sequence_length=16, compile=True).compiled_classes == ()
+        small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+        albert = AlbertConfig(**small, embedding_size=16, vocab_size=64)
+        assert describe(albert, sequence_length=8, compile=True).compiled_classes == ()
+    assert "dynamo is switched off" in caplog.text and "AlbertForMaskedLM has no blocks to compile" in caplog.text
 
 
 def test_checkpointed_blocks_compile_too():
@@ -259,31 +220,17 @@ def test_checkpointed_blocks_compile_too():
     options = {"sequence_length": LENGTH, "activation_checkpointing": True}
     eager, compiled = (describe(CONFIGS["llama"], compile=one, **options) for one in (False, True))
     assert compiled.compiled_classes == ("LlamaDecoderLayer",)
-    block = next(
-        i for i, segment in enumerate(eager.segments) if eager.units[segment.unit].class_name == "LlamaDecoderLayer"
-    )
+    block = next(i for i, s in enumerate(eager.segments) if eager.units[s.unit].class_name == "LlamaDecoderLayer")
     one, other = eager.segments[block], compiled.segments[block]
     assert other.saved_bytes(SAMPLES) == pytest.approx(one.saved_bytes(SAMPLES), rel=0.1)
     assert other.backward.matmul_flops(SAMPLES) == pytest.approx(one.backward.matmul_flops(SAMPLES), rel=0.15)
 
 
-def test_compile_without_blocks_says_so(caplog):
-    config = AlbertConfig(
-        hidden_size=32, embedding_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-        vocab_size=64
-    )  # fmt: skip
-    with caplog.at_level(logging.WARNING):
-        assert describe(config, sequence_length=8, compile=True).compiled_classes == ()
-    assert "AlbertForMaskedLM has no blocks to compile" in caplog.text
-
-
-def test_only_units_are_compiled_not_modules_of_their_class_inside_or_beside_them():
+def test_only_units_are_compiled_not_other_modules_of_class():
     class Nested(nn.Module):
         def __init__(self):
             super().__init__()
-            inner = (
-                nn.Sequential(nn.LayerNorm(16), nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))) for _ in "123"
-            )
+            inner = [nn.Sequential(nn.LayerNorm(16), nn.Sequential(nn.Linear(16, 16))) for _ in "123"]
             self.blocks, self.head = nn.ModuleList(inner), nn.Sequential(nn.Linear(16, 16))
 
         def forward(self, x):
@@ -291,15 +238,8 @@ def test_only_units_are_compiled_not_modules_of_their_class_inside_or_beside_the
                 x = block(x)
             return {"loss": self.head(self.head(x)).sum()}
 
-    model = Nested()
-    inputs = {"x": torch.ones(1, 8, 16)}
-    found = describe(
-        model,
-        sequence_length=8,
-        inputs=lambda n: {"x": inputs["x"].expand(n, 8, 16)},
-        compile=True,
-        recomputation=False,
-    )
+    model, options = Nested(), {"compile": True, "recomputation": False}
+    found = describe(model, sequence_length=8, inputs=lambda n: {"x": torch.ones(n, 8, 16)}, **options)
     assert found.compiled_classes == ("Sequential",)
     change_blocks(model, found, found.units)
     changed = [name for name, module in model.named_modules() if isinstance(module.forward, CompiledForward)]

@@ -1,6 +1,4 @@
-"""Kernels and autocast of CUDA, for traces without a GPU: which attention kernel torch takes, and what is saved and
-computed.
-"""
+"""Kernels and autocast of CUDA, for traces without a GPU: which one torch takes, what is saved and computed."""
 
 import logging
 
@@ -10,7 +8,6 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_osdp.planner.description import DType
-from hf_osdp.planner.presets import preset, preset_names
 from hf_osdp.tracing import attention
 from hf_osdp.tracing.attention import AttentionCall, Kernel, attention_kernel
 from hf_osdp.tracing.cuda_kernels import CudaKernels
@@ -21,94 +18,61 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 GROUPED = {"groups": 2, "enable_gqa": True}
 
 
-def call(dtype=BF16, *, heads=8, groups=8, size=64, length=128, keys=128, values=None, **facts) -> AttentionCall:
-    return AttentionCall(
-        dtype=dtype,
-        query=(2, heads, length, size),
-        key=(2, groups, keys, size),
-        value=(2, groups, keys, values or size),
-        **facts,
-    )
+def call(dtype=BF16, *, groups=8, size=64, length=128, values=None, **facts) -> AttentionCall:
+    query, key, value = (2, 8, length, size), (2, groups, 128, size), (2, groups, 128, values or size)
+    return AttentionCall(dtype=dtype, query=query, key=key, value=value, **facts)
 
 
 RULES = [
     # half precision: cuDNN first on Hopper, flash on Ampere, neither before
-    (call(), H100, Kernel.CUDNN),
-    (call(), A100, Kernel.FLASH),
-    (call(FP16), V100, Kernel.EFFICIENT),
-    (call(), V100, Kernel.MATH),
-    (call(is_causal=True, **GROUPED), H100, Kernel.CUDNN),
+    (call(), H100, Kernel.CUDNN), (call(), A100, Kernel.FLASH), (call(FP16), V100, Kernel.EFFICIENT),
+    (call(), V100, Kernel.MATH), (call(is_causal=True, **GROUPED), H100, Kernel.CUDNN),
     (call(is_causal=True, **GROUPED), A100, Kernel.FLASH),
     # float32 and float64
-    (call(FP32), H100, Kernel.EFFICIENT),
-    (call(FP32, **GROUPED), H100, Kernel.MATH),
-    (call(FP32, enable_gqa=True), H100, Kernel.EFFICIENT),
-    (call(torch.float64), H100, Kernel.MATH),
+    (call(FP32), H100, Kernel.EFFICIENT), (call(FP32, **GROUPED), H100, Kernel.MATH),
+    (call(FP32, enable_gqa=True), H100, Kernel.EFFICIENT), (call(torch.float64), H100, Kernel.MATH),
     # masks
-    (call(has_mask=True), H100, Kernel.CUDNN),
-    (call(has_mask=True), A100, Kernel.EFFICIENT),
-    (call(has_mask=True, **GROUPED), A100, Kernel.MATH),
-    (call(is_causal=True, length=64), A100, Kernel.EFFICIENT),
+    (call(has_mask=True), H100, Kernel.CUDNN), (call(has_mask=True), A100, Kernel.EFFICIENT),
+    (call(has_mask=True, **GROUPED), A100, Kernel.MATH), (call(is_causal=True, length=64), A100, Kernel.EFFICIENT),
     # dropout: cuDNN takes sixteenths alone
-    (call(dropout=0.1), H100, Kernel.FLASH),
-    (call(dropout=0.125), H100, Kernel.CUDNN),
+    (call(dropout=0.1), H100, Kernel.FLASH), (call(dropout=0.125), H100, Kernel.CUDNN),
     (call(dropout=0.1, has_mask=True), H100, Kernel.EFFICIENT),
     # head sizes
-    (call(size=256), H100, Kernel.FLASH),
-    (call(size=256), RTX_3090, Kernel.FLASH),
+    (call(size=256), H100, Kernel.FLASH), (call(size=256), RTX_3090, Kernel.FLASH),
     (call(size=256, dropout=0.1), RTX_3090, Kernel.EFFICIENT),
     (call(size=256, dropout=0.1, requires_grad=False), RTX_3090, Kernel.FLASH),
-    (call(size=224), RTX_3090, Kernel.EFFICIENT),
-    (call(size=288), A100, Kernel.EFFICIENT),
-    (call(size=288, **GROUPED), A100, Kernel.MATH),
-    (call(size=60), A100, Kernel.FLASH),
-    (call(size=60, has_mask=True), A100, Kernel.MATH),
-    (call(size=192, values=128), A100, Kernel.EFFICIENT),
-    (call(FP32, size=18), A100, Kernel.MATH),
-    (call(FP32, size=18), V100, Kernel.EFFICIENT),
+    (call(size=224), RTX_3090, Kernel.EFFICIENT), (call(size=288), A100, Kernel.EFFICIENT),
+    (call(size=288, **GROUPED), A100, Kernel.MATH), (call(size=60), A100, Kernel.FLASH),
+    (call(size=60, has_mask=True), A100, Kernel.MATH), (call(size=192, values=128), A100, Kernel.EFFICIENT),
+    (call(FP32, size=18), A100, Kernel.MATH), (call(FP32, size=18), V100, Kernel.EFFICIENT),
     # layouts
     (call(inner_strides_are_one=False), A100, Kernel.MATH),
     (AttentionCall(dtype=BF16, query=(8, 128, 64), key=(8, 128, 64), value=(8, 128, 64)), A100, Kernel.MATH),
-]
+]  # fmt: skip
 
 
 def test_attention_kernel_follows_torchs_checks(monkeypatch):
     monkeypatch.setattr(attention, "_DROPOUT_IN_SIXTEENTHS", True)
-    assert [attention_kernel(given, capability) for given, capability, _ in RULES] == [
-        expected for *_, expected in RULES
-    ]
-
-
-def test_cudnn_takes_any_dropout_in_torch_2_11(monkeypatch):
-    monkeypatch.setattr(attention, "_DROPOUT_IN_SIXTEENTHS", False)
-    assert attention_kernel(call(dropout=0.1, has_mask=True, **GROUPED), H100) is Kernel.CUDNN  # seen on an H100
-
-
-def test_presets_of_gpus_name_their_compute_capability():
-    assert all((preset(name).device.capability is None) == (name == "cpu") for name in preset_names())
-    assert (preset("h100").device.capability, preset("rtx-4090").device.capability) == (H100, (8, 9))
+    found = [attention_kernel(given, capability) for given, capability, _ in RULES]
+    assert found == [expected for *_, expected in RULES]
+    monkeypatch.setattr(attention, "_DROPOUT_IN_SIXTEENTHS", False)  # as in torch 2.11, seen on an H100
+    assert attention_kernel(call(dropout=0.1, has_mask=True, **GROUPED), H100) is Kernel.CUDNN
 
 
 def saved_bytes(run) -> int:
     """Storages that autograd keeps."""
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         output = run()  # noqa: F841  kept until the sum is made
-        return sum(kept.values())
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}.values())
 
 
 @pytest.mark.parametrize("mask", [None, "causal", torch.bool, "additive"])
 @pytest.mark.parametrize("groups", [8, 2])
 @pytest.mark.parametrize("dtype", [torch.float64, BF16])
 def test_math_kernel_saves_what_torchs_own_does(dtype, groups, mask):
-    query, key, value = (
-        torch.randn(2, heads, 32, 8, dtype=dtype, requires_grad=True) for heads in (8, groups, groups)
-    )
+    heads = (8, groups, groups)
+    query, key, value = (torch.randn(2, count, 32, 8, dtype=dtype, requires_grad=True) for count in heads)
     options = {"is_causal": mask == "causal", "enable_gqa": groups != 8}
     if mask not in (None, "causal"):
         options["attn_mask"] = torch.ones(2, 1, 32, 32, dtype=dtype if mask == "additive" else mask)
@@ -125,7 +89,7 @@ def test_math_kernel_saves_what_torchs_own_does(dtype, groups, mask):
     [(A100, False, 40, 0), (A100, True, 64, 48), (H100, True, 40, 40)],
     ids=["flash", "memory-efficient pads", "cuDNN"],
 )
-def test_fused_kernels_save_row_sums_and_bias_as_each_lays_them_out(capability, masked, rows, bias):
+def test_fused_kernels_save_row_sums_and_bias_as_laid_out(capability, masked, rows, bias):
     query, key, value = (torch.randn(2, 4, 40, 16, dtype=BF16, requires_grad=True) for _ in range(3))
     mask = torch.ones(2, 1, 40, 40, dtype=torch.bool) if masked else None
     with CudaKernels(capability):
@@ -144,9 +108,8 @@ def test_flash_pads_heads_that_are_no_multiple_of_eight():
 
 def of_block(configuration, name: str, length: int, **options):
     """Bytes that a block saves a sample, and how it was traced."""
-    description = describe(
-        configuration(name), sequence_length=length, device_type="cuda", recomputation=False, **options
-    )
+    options = {"device_type": "cuda", "recomputation": False, **options}
+    description = describe(configuration(name), sequence_length=length, **options)
     block = [s for s in description.segments if description.units[s.unit].class_name in description.block_classes][1]
     return block.saved_bytes.per_sample, description.trace
 
@@ -157,15 +120,12 @@ def test_grouped_heads_in_float32_save_square_scores_and_say_so(configuration, c
     long, _ = of_block(configuration, "LlamaForCausalLM", 64)
     assert "attention sdpa by math kernel" in trace and "which saves every score" in trace
     assert "saves 2 x 32 x 32 scores" in caplog.text and "train in bf16 or fp16" in caplog.text
-    assert long - 2 * short == pytest.approx(
-        2 * 4 * (64**2 - 2 * 32**2), rel=0.1
-    )  # two heads of float32, in blocks of 512 bytes
+    scores = 4 * (64**2 - 2 * 32**2)  # of a head in float32
+    assert long - 2 * short == pytest.approx(2 * scores, rel=0.1)  # bytes are in blocks of 512
     caplog.clear()
-    low = {
-        length: of_block(configuration, "LlamaForCausalLM", length, compute_dtype=DType.BFLOAT16)[0]
-        for length in (32, 64)
-    }
-    assert low[64] == pytest.approx(2 * low[32], rel=0.01)
+    low = {"compute_dtype": DType.BFLOAT16}
+    short, long = (of_block(configuration, "LlamaForCausalLM", length, **low)[0] for length in (32, 64))
+    assert long == pytest.approx(2 * short, rel=0.01)
     assert not caplog.records
 
 
@@ -182,9 +142,8 @@ def test_description_names_the_kernel_of_device_and_mask(configuration):
         ("BertForMaskedLM", A100, batch, "flash"),
         ("BertForMaskedLM", A100, padded, "memory-efficient"),
     ):
-        _, trace = of_block(
-            configuration, name, 32, compute_dtype=DType.BFLOAT16, capability=capability, inputs=inputs
-        )
+        options = {"compute_dtype": DType.BFLOAT16, "capability": capability, "inputs": inputs}
+        _, trace = of_block(configuration, name, 32, **options)
         assert f"attention sdpa by {expected} kernel" in trace and "assumed" not in trace
 
 
@@ -196,10 +155,6 @@ def test_operators_in_float32_are_those_of_cudas_autocast():
             wide = (torch.exp(value), value**2, value.softmax(-1), F.layer_norm(value, (8,)))
             assert {result.dtype for result in wide} == {FP32}
             heads = torch.randn(2, 4, 16, 8)
-            narrow = (
-                F.linear(value.float(), weight),
-                value.relu(),
-                value * 2,
-                F.scaled_dot_product_attention(heads, heads, heads),
-            )
+            attended = F.scaled_dot_product_attention(heads, heads, heads)
+            narrow = (F.linear(value.float(), weight), value.relu(), value * 2, attended)
             assert {result.dtype for result in narrow} == {BF16}

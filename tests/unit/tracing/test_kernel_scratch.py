@@ -15,29 +15,19 @@ A100, H100 = Processors(108, 2048), Processors(132, 2048)
 
 
 def row_sum(rows: int, outputs: int, processors: Processors, dtype: torch.dtype = torch.bfloat16) -> int:
-    scratch = kernel_scratch(
-        aten.sum.dim_IntList, (torch.empty(rows, outputs, dtype=dtype, device="meta"), [0], True), processors
-    )
+    tensor = torch.empty(rows, outputs, dtype=dtype, device="meta")
+    scratch = kernel_scratch(aten.sum.dim_IntList, (tensor, [0], True), processors)
     return 0 if scratch is None else scratch.growth.of_rows(scratch.rows)
 
 
-@pytest.mark.parametrize(
-    ("rows", "outputs", "dtype", "processors", "counted"),
-    [
-        (6304, 768, "bfloat16", H100, 38_928_408),
-        (6304, 3072, "bfloat16", A100, 108 * MIB),
-        (6304, 3072, "bfloat16", H100, 132 * MIB),
-        (2048, 4096, "float32", H100, 64 * MIB),
-        (16384, 16384, "bfloat16", A100, 128 * MIB),
-        (16384, 16384, "bfloat16", H100, 136 * MIB),
-        (8192, 1001, "bfloat16", H100, 2_178_304),
-        (8192, 768, "float64", H100, 96 * MIB),
-        (8192, 50, "float32", H100, 204_808),
-        (1021, 768, "bfloat16", H100, 6 * MIB),
-        (1020, 768, "bfloat16", H100, 0),
-        (512, 3072, "float32", H100, 0),
-    ],
-)
+@pytest.mark.parametrize(("rows", "outputs", "dtype", "processors", "counted"), [
+    (6304, 768, "bfloat16", H100, 38_928_408), (6304, 3072, "bfloat16", A100, 108 * MIB),
+    (6304, 3072, "bfloat16", H100, 132 * MIB), (2048, 4096, "float32", H100, 64 * MIB),
+    (16384, 16384, "bfloat16", A100, 128 * MIB), (16384, 16384, "bfloat16", H100, 136 * MIB),
+    (8192, 1001, "bfloat16", H100, 2_178_304), (8192, 768, "float64", H100, 96 * MIB),
+    (8192, 50, "float32", H100, 204_808), (1021, 768, "bfloat16", H100, 6 * MIB), (1020, 768, "bfloat16", H100, 0),
+    (512, 3072, "float32", H100, 0),
+])  # fmt: skip
 def test_row_sum_takes_the_buffer_that_the_allocator_counted(rows, outputs, dtype, processors, counted):
     found = row_sum(rows, outputs, processors, getattr(torch, dtype))
     assert 0.999 * counted <= found <= 1.07 * counted  # blocks are counted in whole numbers
@@ -62,27 +52,25 @@ def test_sums_over_other_dimensions_take_no_known_buffer():
     assert kernel_scratch(aten.add.Tensor, (tensor, tensor), H100) is None
 
 
-def test_every_preset_has_multiprocessors():
-    for name in preset_names():
-        capability = preset(name).device.capability
-        if capability is not None:
-            assert processors_of(capability).number >= 72, name
+def test_every_gpu_preset_has_capability_and_multiprocessors():
+    capabilities = {name: preset(name).device.capability for name in preset_names()}
+    assert capabilities.pop("cpu") is None
+    assert all(processors_of(capability).number >= 72 for capability in capabilities.values())
     assert processors_of((99, 0)) == processors_of((12, 0))
+    assert (capabilities["h100"], capabilities["rtx-4090"]) == ((9, 0), (8, 9))
 
 
-def test_scratch_moment_adds_the_kernels_bytes_from_its_least_batch_on():
-    moment = ScratchMoment(
-        live=Affine(constant=10, per_sample=1), least=3, growing=Affine(per_sample=20), most=(Affine(constant=100),)
-    )
+def test_scratch_moment_adds_kernel_bytes_from_least_batch_on():
+    live, growing = Affine(constant=10, per_sample=1), Affine(per_sample=20)
+    moment = ScratchMoment(live=live, least=3, growing=growing, most=(Affine(constant=100),))
     peak = Envelope(pieces=(Affine(constant=50),), scratch=(moment,))
     assert [peak.bytes(samples) for samples in (2, 3, 4, 5, 6)] == [50, 73, 94, 115, 116]
     assert peak.plus(Affine(constant=5)).bytes(4) == 99 and peak.scaled(2, constants=True).bytes(4) == 188
 
 
-def test_description_for_cuda_counts_a_buffer_that_only_larger_batches_have():
+def test_description_for_cuda_counts_buffers_of_larger_batches():
     """A ViT's bias gradients take none at the traced batches of 2 and 3 images; at 32 the buffer is the peak."""
-    config = ViTConfig(num_hidden_layers=2, architectures=["ViTForImageClassification"])
-    model = ViTForImageClassification(config)
+    model = ViTForImageClassification(ViTConfig(num_hidden_layers=2))
     options = {"sequence_length": 1, "recomputation": False}
     cuda, cpu = (
         [segment.backward.peak_bytes for segment in describe(model, device_type=kind, **extra, **options).segments]

@@ -1,7 +1,5 @@
 """Values of ids, labels and masks beside fake tensors: what models ask for, and models that ask."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,20 +25,12 @@ def ids():
         yield known.fakes_of(IDS, mode)
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        lambda x: x.nonzero(),
-        lambda x: x[x > 4],
-        lambda x: x.masked_select(x.eq(2)),
-        lambda x: torch.unique(x, return_counts=True)[1],
-        lambda x: torch.unique_consecutive(x.flatten()),
-        lambda x: torch.repeat_interleave(x[:, 0]),
-        lambda x: torch.where(x.eq(1))[1],
-        lambda x: x.flatten().bincount(),
-        lambda x: torch.ones(2, 4, 3)[x.eq(2)],
-    ],
-)
+@pytest.mark.parametrize("asked", [
+    lambda x: x.nonzero(), lambda x: x[x > 4], lambda x: x.masked_select(x.eq(2)),
+    lambda x: torch.unique(x, return_counts=True)[1], lambda x: torch.unique_consecutive(x.flatten()),
+    lambda x: torch.repeat_interleave(x[:, 0]), lambda x: torch.where(x.eq(1))[1], lambda x: x.flatten().bincount(),
+    lambda x: torch.ones(2, 4, 3)[x.eq(2)],
+])  # fmt: skip
 def test_shapes_that_depend_on_ids_are_the_real_ones(ids, asked):
     assert asked(ids).shape == asked(IDS.clone()).shape
 
@@ -51,18 +41,11 @@ def with_ends_masked(labels: torch.Tensor) -> torch.Tensor:
     return labels
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        lambda x: x.sum().item(),
-        lambda x: with_ends_masked(x).tolist(),
-        lambda x: bool((x == 7).any()),
-        lambda x: int(x.ne(1).sum(-1).max()),
-        lambda x: x.float().mean().item(),
-        lambda x: torch.equal(x, x.clone()),
-        lambda x: torch.zeros_like(x).add_(x).masked_fill_(x == 7, 0).sum().item(),
-    ],
-)
+@pytest.mark.parametrize("asked", [
+    lambda x: x.sum().item(), lambda x: with_ends_masked(x).tolist(), lambda x: bool((x == 7).any()),
+    lambda x: int(x.ne(1).sum(-1).max()), lambda x: x.float().mean().item(), lambda x: torch.equal(x, x.clone()),
+    lambda x: torch.zeros_like(x).add_(x).masked_fill_(x == 7, 0).sum().item(),
+])  # fmt: skip
 def test_numbers_that_are_asked_for_are_the_real_ones(ids, asked):
     assert asked(ids) == asked(IDS.clone())
 
@@ -93,62 +76,44 @@ def test_collectives_are_answered_as_if_alone(ids):
         assert total.item() == IDS.sum() and gathered.tolist() == IDS.repeat(4, 1).tolist()
 
 
-_TEXT = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "vocab_size": 100,
-}
-_BART = {
-    "encoder_layers": 2, "decoder_layers": 2, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
-    "vocab_size": 100,
-    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "pad_token_id": 1, "bos_token_id": 0,
-    "eos_token_id": 2,
-}  # fmt: skip
-_VISION = {**{name: value for name, value in _TEXT.items() if name != "vocab_size"}, "image_size": 32, "patch_size": 8}
+_SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+_TEXT = {**_SIZES, "vocab_size": 100}
+_BART = {"encoder_layers": 2, "decoder_layers": 2, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+_BART |= {"vocab_size": 100, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+_BART |= {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+_VISION = {**_SIZES, "image_size": 32, "patch_size": 8}
+_T5 = {"num_layers": 2, "d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16, "vocab_size": 100}
 _LONGFORMER = {**_TEXT, "attention_window": 8, "pad_token_id": 1, "max_position_embeddings": 66}
 _WAV2VEC2 = {**_TEXT, "conv_dim": (32,) * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
 ASKING = {
-    "DebertaForSequenceClassification": (_TEXT, 16),
-    "DebertaV2ForSequenceClassification": (_TEXT, 16),
-    "BartForSequenceClassification": (_BART, 16),
-    "T5ForSequenceClassification": (
-        {"num_layers": 2, "d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16, "vocab_size": 100},
-        16,
-    ),
+    "DebertaForSequenceClassification": (_TEXT, 16), "DebertaV2ForSequenceClassification": (_TEXT, 16),
+    "BartForSequenceClassification": (_BART, 16), "T5ForSequenceClassification": (_T5, 16),
     "LongformerForSequenceClassification": (_LONGFORMER, 32),
-    "LongformerForQuestionAnswering": ({**_LONGFORMER, "sep_token_id": 2}, 32),
-    "Wav2Vec2ForCTC": (_WAV2VEC2, 4000),
+    "LongformerForQuestionAnswering": ({**_LONGFORMER, "sep_token_id": 2}, 32), "Wav2Vec2ForCTC": (_WAV2VEC2, 4000),
     "Wav2Vec2ForSequenceClassification": (_WAV2VEC2, 4000),
     "CLIPModel": ({"text_config": _TEXT, "vision_config": _VISION}, 16),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(ASKING, daily=["DebertaV2ForSequenceClassification", "Wav2Vec2ForCTC", "CLIPModel"])
-)
-def test_models_that_ask_for_values_are_traced_and_may_be_recomputed(name):
+DAILY = ["DebertaV2ForSequenceClassification", "Wav2Vec2ForCTC", "CLIPModel"]
+
+
+@pytest.mark.parametrize("name", slow_but(ASKING, daily=DAILY))
+def test_models_that_ask_for_values_are_traced_and_recomputable(name):
     model = build_on_meta(getattr(transformers, name).config_class(**ASKING[name][0]), name)
     found = describe(model, sequence_length=ASKING[name][1])
     assert found.trace.startswith("fake tensors") and found.recomputable
 
 
-@pytest.mark.parametrize(
-    "name", ["BartForSequenceClassification", "LongformerForQuestionAnswering", "Wav2Vec2ForCTC", "CLIPModel"]
-)
+@pytest.mark.parametrize("name", [*DAILY[1:], "BartForSequenceClassification", "LongformerForQuestionAnswering"])
 def test_made_up_batch_runs_for_real(name):
     sizes, length = ASKING[name]
     model = getattr(transformers, name)(getattr(transformers, name).config_class(**sizes)).train()
     assert model(**training_batch(model, length)(2)).loss.isfinite()
 
 
-DETECTION = {
-    "YolosForObjectDetection": 1e-4,
-    "RTDetrForObjectDetection": 1e-4,
-    "DFineForObjectDetection": 1e-4,
-    "Deimv2ForObjectDetection": 0.05,  # how many queries its loss matches depends on their values
-}
+DETECTION = {f"{name}ForObjectDetection": 1e-4 for name in ("Yolos", "RTDetr", "DFine")}
+DETECTION["Deimv2ForObjectDetection"] = 0.05  # how many queries its loss matches depends on their values
 
 
 @pytest.mark.parametrize("name", slow_but(DETECTION, daily=["YolosForObjectDetection"]))
@@ -160,14 +125,13 @@ def test_loss_of_detection_is_traced_with_its_boxes(name, caplog):
         return {"pixel_values": torch.rand(samples, 3, PICTURE, PICTURE), "labels": [boxes] * samples}
 
     segments = describe(model, sequence_length=1, inputs=inputs, recomputation=False).segments
+    traced = sum(segment.saved_bytes(2) for segment in segments)
     assert not caplog.text
     batch = inputs(2)
     with MemoryTracker(block_bytes=1) as real:
         loss = model.train()(**batch).loss
     assert loss.requires_grad and loss.isfinite()
-    assert sum(segment.saved_bytes(2) for segment in segments) == pytest.approx(
-        real.current_bytes, rel=DETECTION[name]
-    )
+    assert traced == pytest.approx(real.current_bytes, rel=DETECTION[name])
 
 
 def test_single_random_number_decides_that_layers_and_adapters_run():

@@ -1,102 +1,59 @@
 """The kind of a loss: whether it is a sum over samples divided by the number of items."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn.functional import cross_entropy
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    BertConfig,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    CLIPConfig,
-    CLIPModel,
-    DistilBertConfig,
-    DistilBertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    MixtralConfig,
-    MixtralForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-    Wav2Vec2Config,
-    Wav2Vec2ForCTC,
-)
 
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.tracing.loss_kind import LossKind, find_loss_kind
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "vocab_size": 100,
-}
-SEQ2SEQ = {
-    "vocab_size": 100,
-    "d_model": 32,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-}
-DISTILBERT = DistilBertConfig(dim=32, hidden_dim=64, n_layers=2, n_heads=2, vocab_size=100)
-T5 = T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
-SPEECH = Wav2Vec2Config(
-    **SIZES, conv_dim=(32, 32), conv_stride=(5, 2), conv_kernel=(10, 3), num_conv_pos_embeddings=16
-)
-MOE = {**SIZES, "num_key_value_heads": 2}
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+TEXT = {**SIZES, "vocab_size": 100}
+BART = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+DISTILBERT = {"dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 2, "vocab_size": 100}
+T5 = {"vocab_size": 61, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+SPEECH = {**TEXT, "conv_dim": (32, 32), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_conv_pos_embeddings": 16}
+MOE = {**TEXT, "num_key_value_heads": 2}
+
+
+def model_of(name: str, **sizes: object) -> nn.Module:
+    kind = getattr(transformers, name)
+    return kind(kind.config_class(**sizes))
 
 
 def its_own(model, batch, items):
     return model(**batch, num_items_in_batch=items)
 
 
-@pytest.mark.parametrize(
-    ("make", "kind"),
-    [
-        (lambda: LlamaForCausalLM(LlamaConfig(**SIZES)), LossKind.SHARE),
-        (lambda: LlamaForCausalLM(LlamaConfig(**SIZES)).bfloat16(), LossKind.SHARE),
-        (lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=100)), LossKind.SHARE),
-        (lambda: MixtralForCausalLM(MixtralConfig(**MOE)), LossKind.SHARE),
-        (lambda: MixtralForCausalLM(MixtralConfig(**MOE, output_router_logits=True)), LossKind.MIXED),
-        (lambda: LlamaForSequenceClassification(LlamaConfig(**SIZES, pad_token_id=0, num_labels=1)), LossKind.WHOLE),
-        (lambda: BertForSequenceClassification(BertConfig(**SIZES)), LossKind.WHOLE),
-        (lambda: BertForMaskedLM(BertConfig(**SIZES)), LossKind.WHOLE),
-        (lambda: DistilBertForMaskedLM(DISTILBERT), LossKind.WHOLE),
-        (lambda: T5ForConditionalGeneration(T5), LossKind.WHOLE),
-        (lambda: BartForConditionalGeneration(BartConfig(**SEQ2SEQ)), LossKind.WHOLE),
-        (lambda: Wav2Vec2ForCTC(SPEECH), LossKind.WHOLE),
-    ],
-)  # fmt: skip
-def test_find_loss_kind_of_models_of_transformers(make, kind):
-    model = make()
-    assert (
-        find_loss_kind(model, training_batch(model, 800 if model.main_input_name == "input_values" else 16), its_own)
-        is kind
-    )
+@pytest.mark.parametrize(("name", "sizes", "kind"), [
+    ("LlamaForCausalLM", TEXT, LossKind.SHARE),
+    ("LlamaForCausalLM", {**TEXT, "dtype": torch.bfloat16}, LossKind.SHARE),
+    ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 100}, LossKind.SHARE),
+    ("MixtralForCausalLM", MOE, LossKind.SHARE),
+    ("MixtralForCausalLM", {**MOE, "output_router_logits": True}, LossKind.MIXED),
+    ("LlamaForSequenceClassification", {**TEXT, "pad_token_id": 0, "num_labels": 1}, LossKind.WHOLE),
+    ("BertForSequenceClassification", TEXT, LossKind.WHOLE), ("BertForMaskedLM", TEXT, LossKind.WHOLE),
+    ("DistilBertForMaskedLM", DISTILBERT, LossKind.WHOLE), ("T5ForConditionalGeneration", T5, LossKind.WHOLE),
+    ("BartForConditionalGeneration", {**BART, "vocab_size": 100}, LossKind.WHOLE),
+    ("Wav2Vec2ForCTC", SPEECH, LossKind.WHOLE),
+])  # fmt: skip
+def test_find_loss_kind_of_models_of_transformers(name, sizes, kind):
+    model = model_of(name, **sizes).to(sizes.get("dtype"))
+    length = 800 if model.main_input_name == "input_values" else 16
+    assert find_loss_kind(model, training_batch(model, length), its_own) is kind
 
 
-def test_find_loss_kind_examines_a_large_model_on_the_meta_device():
+def test_find_loss_kind_examines_large_models_on_meta():
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=32, hidden_size=4096, vocab_size=128256)).bfloat16()
+        model = model_of("LlamaForCausalLM", num_hidden_layers=32, hidden_size=4096, vocab_size=128256).bfloat16()
     assert find_loss_kind(model, training_batch(model, 16), its_own) is LossKind.SHARE
 
 
 def test_find_loss_kind_sees_that_clip_compares_samples():
-    towers = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = CLIPModel(
-        CLIPConfig(
-            text_config={**towers, "vocab_size": 100}, vision_config={**towers, "image_size": 32, "patch_size": 16}
-        )
-    )
+    picture = {**SIZES, "image_size": 32, "patch_size": 16}
+    model = model_of("CLIPModel", text_config=TEXT, vision_config=picture)
 
     def divided(model, batch, items):
         return model(**batch).loss / items
@@ -116,10 +73,8 @@ class Classifier(nn.Module):
 
 
 def inputs(samples):
-    return {
-        "input_ids": torch.arange(12)[None].repeat(samples, 1),
-        "labels": (torch.arange(12) % 3)[None].repeat(samples, 1),
-    }
+    ids = torch.arange(12)[None].repeat(samples, 1)
+    return {"input_ids": ids, "labels": ids % 3}
 
 
 def summed(model, batch):
@@ -140,15 +95,13 @@ LOSSES = {
     "divided": (lambda model, batch, items: summed(model, batch) / items, LossKind.SHARE),
     "divided by a number": (lambda model, batch, items: summed(model, batch) / items.item(), LossKind.SHARE),
     "divided before the sum": (lambda model, batch, items: (model(batch["input_ids"]).pow(2) / items).sum(),
-                               LossKind.SHARE),
+        LossKind.SHARE),
     "masked by a vmap": (lambda model, batch, items: masked(model, batch) / items, LossKind.SHARE),
     "a mean": (lambda model, batch, items: summed(model, batch) / batch["labels"].ne(-100).sum(), LossKind.WHOLE),
     "a mean divided": (lambda model, batch, items: summed(model, batch) / batch["labels"].numel() / items,
-                       LossKind.MIXED),
-    "divided, and a small mean": (
-        lambda model, batch, items: summed(model, batch) / items + 1e-4 * model(batch["input_ids"]).pow(2).mean(),
-        LossKind.MIXED,
-    ),
+        LossKind.MIXED),
+    "divided, and a small mean": (lambda model, batch,
+        items: summed(model, batch) / items + 1e-4 * model(batch["input_ids"]).pow(2).mean(), LossKind.MIXED),
     "divided by the root": (lambda model, batch, items: summed(model, batch) / items.sqrt(), LossKind.MIXED),
     "samples compared": (lambda model, batch, items: contrasted(model, batch) / items, LossKind.MIXED),
     "scaled by a weight": (lambda model, batch, items: summed(model, batch) / items * model.scale, LossKind.MIXED),

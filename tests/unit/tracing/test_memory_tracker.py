@@ -1,7 +1,5 @@
 """Known patterns of allocation, counted."""
 
-from __future__ import annotations
-
 import time
 from contextlib import nullcontext
 
@@ -42,7 +40,7 @@ def test_sizes_are_rounded_up_to_blocks():
         assert live.current_bytes == 512 + 1024 and kept
 
 
-def test_resized_storages_count_at_their_present_size_also_in_nested_trackers():
+def test_resized_storages_count_present_size_in_nested_trackers():
     original = torch.UntypedStorage.resize_
     with MemoryTracker(block_bytes=1) as outer, MemoryTracker(block_bytes=1) as live:
         a = torch.empty(1000)
@@ -92,10 +90,8 @@ def test_experts_compute_under_the_tracker_what_they_compute_without():
     torch.testing.assert_close(product, torch.cat([a[:2] @ weights[0], a[2:] @ weights[1]]))
     assert live.peak_bytes
     with FakeTensorMode() as fake, MemoryTracker():
-        assert (
-            torch.nn.functional.grouped_mm(*map(fake.from_tensor, (a, weights)), offs=fake.from_tensor(ends)).shape
-            == product.shape
-        )
+        a, weights, ends = map(fake.from_tensor, (a, weights, ends))
+        assert torch.nn.functional.grouped_mm(a, weights, offs=ends).shape == product.shape
 
 
 @pytest.mark.parametrize(("counted", "made"), [("cuda", "cpu"), (None, "meta")])
@@ -122,29 +118,19 @@ def _levels_of_fsdp2_steps() -> tuple[int, list[tuple[int, int, int, int]]]:
             live.track(value for state in optimizer.state.values() for value in state.values())
             before = live.current_bytes
             model(torch.ones(1, 64)).sum().backward()
-            after_backward = _once_gloo_lets_go(live, before + whole // 2)
+            ends = time.monotonic() + 10  # so long gloo's thread may hold what it has reduced
+            while live.current_bytes != before + whole // 2 and time.monotonic() < ends:
+                time.sleep(0.01)
+            after_backward = live.current_bytes
             optimizer.step()
             optimizer.zero_grad()
             levels.append((before, after_backward, live.current_bytes, live.peak_bytes))
     return whole, levels
 
 
-def _once_gloo_lets_go(live: MemoryTracker, expected: int) -> int:
-    """Bytes that are alive, after up to ten seconds in which gloo's thread may hold what it has reduced."""
-    ends = time.monotonic() + 10
-    while live.current_bytes != expected and time.monotonic() < ends:
-        time.sleep(0.01)
-    return live.current_bytes
-
-
 def test_fsdp2_counts_shards_between_steps_and_whole_parameters_within():
     for whole, ((before, backward, after, peak), second) in run_ranks(_levels_of_fsdp2_steps, 2):
-        assert (before, backward, after) == (
-            whole // 2,
-            whole,
-            whole,
-        )  # shards, their gradients, momenta in their place
+        assert (before, backward, after) == (whole // 2, whole, whole)  # shards, gradients, momenta in their place
         assert second[:3] == (whole, 3 * whole // 2, whole)
-        # momenta of half the parameters; gloo's thread may hold a layer's gradient, a quarter of them, for a moment
-        # longer
+        # momenta of half the parameters; gloo's thread may hold a layer's gradient, a quarter of them, a bit longer
         assert peak > whole and second[3] == pytest.approx(peak + whole // 2, abs=whole // 4)

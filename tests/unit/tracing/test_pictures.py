@@ -1,7 +1,5 @@
 """Batches with pictures: what is made of a configuration trains, is planned and named."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -13,6 +11,7 @@ from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.known_values import KnownValues
 from hf_osdp.tracing.pictures import UsualBatch
 from tests.helpers.models import tiny_model
+from tests.helpers.sampling import slow_but
 from tests.helpers.vision import VISION, tiny_vision
 
 TOKENS = {
@@ -23,8 +22,12 @@ TOKENS = {
 RECOMPUTED = ("Qwen2_5_VLForConditionalGeneration", "MllamaForConditionalGeneration")
 
 
-@pytest.mark.parametrize("name", VISION)
-def test_batch_with_two_pictures_trains_and_is_traced_with_the_vision_tower(name):
+DAILY = [f"{name}ForConditionalGeneration" for name in ("Llava", "Mllama", "Qwen3VL", "Molmo2")]
+"""Pictures in the text, beside it, and with merged patches."""
+
+
+@pytest.mark.parametrize("name", slow_but(VISION, daily=DAILY))
+def test_batch_with_two_pictures_trains_and_is_traced(name):
     model, batch = tiny_vision(name), UsualBatch(tiny_vision(name), 48, 2)
     assert (batch.pictures.number, batch.pictures.tokens) == (2, TOKENS.get(name, 4))
     model(**batch(2)).loss.backward()
@@ -36,12 +39,11 @@ def test_batch_with_two_pictures_trains_and_is_traced_with_the_vision_tower(name
     assert any("vis" in fqn for fqn in units)
 
 
-def test_one_picture_is_the_default_and_more_pictures_need_more_memory():
+def test_one_picture_is_default_and_more_need_more_memory():
     saved = []
+    model = tiny_vision("LlavaForConditionalGeneration")
     for images in (0, None, 2):
-        description = describe(
-            tiny_vision("LlavaForConditionalGeneration"), sequence_length=48, images=images, recomputation=False
-        )
+        description = describe(model, sequence_length=48, images=images, recomputation=False)
         saved.append(sum(segment.saved_bytes.bytes(2) for segment in description.segments))
         assert ("no pictures" in description.trace) == (images == 0)
     assert saved[0] < saved[1] < saved[2]
@@ -57,7 +59,7 @@ def test_units_that_do_not_run_are_named_if_they_train(caplog):
     assert not caplog.text
 
 
-def test_samples_too_short_for_pictures_and_models_without_pictures_are_refused():
+def test_pictures_without_room_or_vision_are_refused():
     with pytest.raises(DescriptionError, match=r"no room for 1 picture of 32 x 32 \(16 tokens\).* use at least 18"):
         describe(tiny_vision("LlavaForConditionalGeneration"), sequence_length=17)
     with pytest.raises(ValueError, match="images=1, but GPT2LMHeadModel takes no pictures"):

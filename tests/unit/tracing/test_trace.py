@@ -1,6 +1,4 @@
-"""What the trace attributes to each segment, against independent counts on real tensors."""
-
-from __future__ import annotations
+"""What the trace attributes to each segment, against counts on real tensors, and estimates against real steps."""
 
 import random
 
@@ -15,25 +13,27 @@ from hf_osdp.modeling.build import checkpoint_blocks
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import DType, GatherSpan
 from hf_osdp.planner.placement import Activations
+from hf_osdp.planner.presets import preset
+from hf_osdp.planner.search.search import search
+from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+from hf_osdp.preparation.simulate import simulate
+from hf_osdp.tracing.describe import describe
+from hf_osdp.tracing.memory_tracker import MemoryTracker
 from hf_osdp.tracing.options import DescribeOptions
 from hf_osdp.tracing.recorder import Recorder
 from hf_osdp.tracing.trace import TraceOptions, trace_segments
+from tests.helpers.problems import problem
 from tests.helpers.sampling import slow_but
 
 TOKENS = 24
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 ARCHITECTURES = {
-    "GPT2LMHeadModel": NO_DROPOUT,
-    "BertForMaskedLM": {
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-        "max_position_embeddings": TOKENS,
-    },
-    "LlamaForCausalLM": {},
-    "T5ForConditionalGeneration": {"dropout_rate": 0.0, "decoder_start_token_id": 0},
+    "GPT2LMHeadModel": NO_DROPOUT, "BertForMaskedLM": {**BERT, "max_position_embeddings": TOKENS},
+    "LlamaForCausalLM": {}, "T5ForConditionalGeneration": {"dropout_rate": 0.0, "decoder_start_token_id": 0},
     "BartForConditionalGeneration": {"dropout": 0.0, "max_position_embeddings": TOKENS},
     "ViTForImageClassification": {"hidden_dropout_prob": 0.0},
-}
+}  # fmt: skip
 
 
 def options_of(*, samples=(1, 2, 3), blocks=(), **run) -> TraceOptions:
@@ -48,19 +48,14 @@ def segments_of(model: nn.Module, **options):
 
 def real_saved_bytes(block: nn.Module, hidden: torch.Tensor) -> int:
     """Storages that autograd keeps for a block, its output included, its input and parameters left out."""
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         output = block(hidden)
-    output = output[0] if isinstance(output, tuple) else output
-    keep(output)
+    kept.append(output[0] if isinstance(output, tuple) else output)
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
     for other in (hidden, *block.parameters()):
-        kept.pop(other.untyped_storage().data_ptr(), None)
-    return sum(kept.values())
+        storages.pop(other.untyped_storage().data_ptr(), None)
+    return sum(storages.values())
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5])
@@ -78,11 +73,9 @@ def test_saved_bytes_of_a_block_are_what_autograd_keeps(real_model, samples, dro
 
 @pytest.mark.parametrize(
     ("name", "fused"),
-    slow_but(
-        [*((name, False) for name in ARCHITECTURES), ("GPT2LMHeadModel", True)],
-        daily=[("GPT2LMHeadModel", True), ("LlamaForCausalLM", False), ("T5ForConditionalGeneration", False)],
-    ),
-)
+    slow_but([*((name, False) for name in ARCHITECTURES), ("GPT2LMHeadModel", True)],
+        daily=[("GPT2LMHeadModel", True), ("LlamaForCausalLM", False), ("T5ForConditionalGeneration", False)]),
+)  # fmt: skip
 def test_reuse_of_equal_blocks_changes_nothing(meta_model, monkeypatch, name, fused):
     model = meta_model(name, **ARCHITECTURES[name])
     _, quick = segments_of(model, device_type="cuda" if fused else "cpu")
@@ -94,22 +87,15 @@ def test_reuse_of_equal_blocks_changes_nothing(meta_model, monkeypatch, name, fu
         assert one.backward.matmul_flops == other.backward.matmul_flops
         for samples in (1, 4):
             # a decoder's last block makes the buffer in which the gradient of the encoder's output adds up
-            slack = (
-                2 * 32 * TOKENS * 4 * samples
-                if name in ("T5ForConditionalGeneration", "BartForConditionalGeneration")
-                else 16
-            )
+            slack = 2 * 32 * TOKENS * 4 * samples if name.endswith("ForConditionalGeneration") else 16
             assert abs(one.saved_bytes(samples) - other.saved_bytes(samples)) <= slack
             assert abs(one.backward.peak_bytes.bytes(samples) - other.backward.peak_bytes.bytes(samples)) <= slack
 
 
 @pytest.mark.parametrize(
     ("name", "fused"),
-    slow_but(
-        [(name, fused) for name in ARCHITECTURES for fused in (False, True)],
-        daily=[("GPT2LMHeadModel", False), ("GPT2LMHeadModel", True)],
-    ),
-)
+    slow_but([(name, fused) for name in ARCHITECTURES for fused in (False, True)], daily=[("GPT2LMHeadModel", True)]),
+)  # fmt: skip
 def test_repeated_operators_change_nothing(meta_model, monkeypatch, name, fused):
     model = meta_model(name, **ARCHITECTURES[name])
     units = find_units(model)
@@ -129,7 +115,7 @@ def test_repeated_operators_change_nothing(meta_model, monkeypatch, name, fused)
     assert any(again)
 
 
-@pytest.mark.parametrize("name", slow_but(ARCHITECTURES, daily=["GPT2LMHeadModel", "ViTForImageClassification"]))
+@pytest.mark.parametrize("name", slow_but(ARCHITECTURES, daily=["GPT2LMHeadModel"]))
 def test_costs_at_four_samples_are_as_extrapolated(meta_model, name):
     model = meta_model(name, **ARCHITECTURES[name])
     _, line = segments_of(model)
@@ -150,15 +136,13 @@ def test_matmul_flops_are_those_of_torchs_counter(real_model):
     assert traced == pytest.approx(counter.get_total_flops())
 
 
-def test_fused_attention_in_low_precision_keeps_no_square_matrix_and_half_the_bytes(meta_model):
+def test_fused_attention_in_bf16_keeps_no_scores_half_bytes(meta_model):
     model = meta_model("GPT2LMHeadModel")
-    found = {}
+    found = []
     for tokens, dtype in ((16, DType.BFLOAT16), (32, DType.BFLOAT16), (32, None)):
         options = options_of(compute_dtype=dtype, device_type="cuda")
-        found[tokens, dtype] = trace_segments(
-            model, find_units(model), training_batch(model, tokens), options
-        ).segments[2]
-    (short, long, wide) = found.values()
+        found.append(trace_segments(model, find_units(model), training_batch(model, tokens), options).segments[2])
+    short, long, wide = found
     assert 0 < long.saved_bytes.per_sample == pytest.approx(2 * short.saved_bytes.per_sample, rel=0.1)
     assert long.saved_bytes(4) < 0.65 * wide.saved_bytes(4)
     assert long.forward.matmul_flops == wide.forward.matmul_flops
@@ -173,9 +157,7 @@ def test_gradient_checkpointing_keeps_only_block_inputs(real_model):
     checkpointed = next(s for s in segments if s.unit == plain.unit)
     assert checkpointed.saved_bytes(2) == TOKENS * 32 * 4 * 2  # its output
     recomputed = checkpointed.backward.matmul_flops(2) - plain.backward.matmul_flops(2)
-    assert (
-        0.6 < recomputed / plain.forward.matmul_flops(2) <= 1
-    )  # torch stops when the last saved tensor is there again
+    assert 0.6 < recomputed / plain.forward.matmul_flops(2) <= 1  # torch stops at the last saved tensor
 
 
 def test_trace_leaves_model_and_random_states_as_they_are(real_model):
@@ -189,3 +171,70 @@ def test_trace_leaves_model_and_random_states_as_they_are(real_model):
     assert torch.equal(torch.get_rng_state(), states[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
     assert model.config.problem_type is None
+
+
+SAMPLES = 16
+SMALL = ARCHITECTURES | {"GPT2LMHeadModel": {"n_embd": 64, "n_layer": 4, **NO_DROPOUT}}
+
+
+def inputs_of(model: torch.nn.Module):
+    """Batches without a mask, which models leave out where all of it is 1, if they can read it."""
+    make = training_batch(model, TOKENS)
+    return lambda samples: {name: value for name, value in make(samples).items() if name != "attention_mask"}
+
+
+def measured_peak(model: torch.nn.Module, autocast: bool) -> int:
+    """Most live bytes in the second step of a plain loop, with autocast as Accelerate's."""
+    forward = model.forward
+    if autocast:
+        operations = pytest.importorskip("accelerate.utils.operations")
+        forward = operations.convert_outputs_to_fp32(torch.autocast("cpu", dtype=torch.bfloat16)(model.forward))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    batch = inputs_of(model)(SAMPLES)
+
+    def step() -> None:
+        loss = forward(**batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    with MemoryTracker(block_bytes=1) as live:
+        tensors = [value for value in (*states, *batch.values()) if isinstance(value, torch.Tensor)]
+        live.track([*model.parameters(), *model.buffers(), *tensors])
+        live.reset_peak()
+        step()
+    return live.peak_bytes
+
+
+def estimates(model: torch.nn.Module, autocast: bool, device_type: str) -> tuple[int, int]:
+    """Peaks by estimate and by simulation."""
+    job = TrainingJob(
+        global_batch_size=SAMPLES, micro_batch_size=SAMPLES,
+        precision=Precision.named("bf16" if autocast else "no", autocast=autocast),
+        optimizer=OptimizerSpec(step=OptimizerStep.FOR_LOOP), recompute=False,
+    )  # fmt: skip
+    inputs = inputs_of(model)
+    options = {"compute_dtype": DType.BFLOAT16 if autocast else None, "autocast": autocast, "recomputation": False}
+    description = describe(model, sequence_length=TOKENS, device_type=device_type, inputs=inputs, **options)
+    found = search(problem(description, preset("cpu"), job, 2**40))
+    simulation = simulate(model, found.plan, description=description, job=job, device_type=device_type, inputs=inputs)
+    return found.memory.peak_bytes, simulation.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "autocast"),
+    slow_but([*((name, False) for name in SMALL), ("GPT2LMHeadModel", True), ("BertForMaskedLM", True)],
+        daily=[("GPT2LMHeadModel", True), ("LlamaForCausalLM", False)]),
+)  # fmt: skip
+def test_estimate_is_what_a_real_step_holds(real_model, name, autocast):
+    model = real_model(name, **SMALL[name]).train()
+    model.config.use_cache = False
+    found = estimates(model, autocast, "cpu")
+    measured = measured_peak(model, autocast)
+    assert all(0.98 * measured <= peak <= 1.05 * measured for peak in found)
+    if autocast and name == "GPT2LMHeadModel":  # on CUDA, normalisation, softmax and loss are in float32
+        on_cuda = estimates(model, autocast, "cuda")
+        assert on_cuda[0] == pytest.approx(on_cuda[1], rel=0.02)
+        assert on_cuda[0] > 1.05 * found[0]
