@@ -120,10 +120,8 @@ def test_notebook_runs_in_a_kernel_and_leaves_no_process(tmp_path: Path, environ
         report = json.loads((folder / name / "osdp_report.json").read_text())
         assert Plan.from_json(json.dumps(report["plan"])) == plan
         estimated, measured = report["estimated"], report["measured"]
-        assert (
-            measured["peak_bytes"] == pytest.approx(estimated["peak_bytes"], rel=0.02)
-            and estimated["peak_bytes"] <= TINY["LIMIT"]
-        )
+        assert measured["peak_bytes"] == pytest.approx(estimated["peak_bytes"], rel=0.02)
+        assert estimated["peak_bytes"] <= TINY["LIMIT"]
         assert measured["median_step_s"] > 0
         _, loaded = AutoModelForCausalLM.from_pretrained(folder / name, output_loading_info=True)
         assert not loaded["missing_keys"] and not loaded["unexpected_keys"]

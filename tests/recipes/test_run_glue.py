@@ -220,11 +220,8 @@ def test_made_reviews_agree_with_their_labels():
     assert len({row["sentence"] for row in rows}) == len(rows) == 11520 and reviews["validation"].num_rows == 576
     assert sum(row["label"] for row in rows) == len(rows) / 2
     labels = {row["sentence"]: row["label"] for row in rows}
-    assert (
-        labels["the plot was never very dull"] == 1
-        and labels["for once the film is superb"] == 1
-        and labels["the score is not so clever"] == 0
-    )
+    assert labels["the plot was never very dull"] == 1 and labels["for once the film is superb"] == 1
+    assert labels["the score is not so clever"] == 0
     assert rows == [row for split in made_reviews(5).values() for row in split]
 
 

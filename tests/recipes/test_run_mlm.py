@@ -145,9 +145,8 @@ def test_trained_tokenizer_fits_the_model_and_is_reproducible(config):
     words = config is not RobertaConfig
     assert ("token_type_ids" in tokenizer("class")) == words
     assert "class" in tokenizer.tokenize("The class")[-1] and len(tokenizer) <= 330
-    assert tokenizer("class")["input_ids"][0] == tokenizer.cls_token_id and tokenizer.mask_token == (
-        "[MASK]" if words else "<mask>"
-    )
+    assert tokenizer("class")["input_ids"][0] == tokenizer.cls_token_id
+    assert tokenizer.mask_token == ("[MASK]" if words else "<mask>")
 
 
 @pytest.fixture

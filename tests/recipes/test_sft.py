@@ -66,7 +66,5 @@ def test_data_are_named_once(monkeypatch, capsys, tmp_path, extra):
     )
     with pytest.raises(SystemExit) as stop:
         run_script(sft.main)
-    assert (
-        stop.value.code == 2
-        and "error: Give model_name_or_path, and one of dataset_name and train_file." in capsys.readouterr().err
-    )
+    assert stop.value.code == 2
+    assert "error: Give model_name_or_path, and one of dataset_name and train_file." in capsys.readouterr().err

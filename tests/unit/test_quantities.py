@@ -33,11 +33,8 @@ def test_parse_bytes_refuses_what_is_no_amount(message, value):
 
 
 def test_parse_limit_asks_for_a_unit_where_bytes_cannot_be_meant():
-    assert (
-        parse_limit("16b") == 16
-        and parse_limit("16 GiB") == 2**34
-        and parse_limit(4096) == parse_limit("4096") == 4096
-    )
+    assert parse_limit("16b") == 16 and parse_limit("16 GiB") == 2**34
+    assert parse_limit(4096) == parse_limit("4096") == 4096
     for value in ("16", 80, " 192 "):
         with pytest.raises(ValueError, match=f"limit=.* has no unit, .*; write {str(value).strip()}GiB, or"):
             parse_limit(value, name="limit")

@@ -100,10 +100,8 @@ def test_removal_spares_what_a_link_points_to_and_warns_where_it_fails(tmp_path,
     with monkeypatch.context() as patched:
         patched.setattr("pathlib.Path.rename", lambda *args: (_ for _ in ()).throw(OSError(39, "Directory not empty")))
         remove_checkpoint(folder)
-    assert (
-        folder.is_dir()
-        and "checkpoint-2 cannot be removed ([Errno 39] Directory not empty); remove it by hand." in caplog.text
-    )
+    assert folder.is_dir()
+    assert "checkpoint-2 cannot be removed ([Errno 39] Directory not empty); remove it by hand." in caplog.text
     remove_checkpoint(folder)
     assert names_in(tmp_path) == ["elsewhere"]
 
@@ -114,12 +112,8 @@ def test_leftovers_of_an_interrupted_run_are_removed_by_the_next_save_of_the_sam
     for path in (*left, *others):
         path.mkdir(parents=True)
     first, second = prepare_staging(tmp_path / "checkpoint-4"), prepare_staging(tmp_path / "checkpoint-5")
-    assert (
-        first.is_dir()
-        and second.is_dir()
-        and not any(path.exists() for path in left)
-        and all(path.exists() for path in others)
-    )
+    assert first.is_dir() and second.is_dir() and not any(path.exists() for path in left)
+    assert all(path.exists() for path in others)
 
 
 def test_links_are_followed_and_unwritable_or_current_folders_are_refused(tmp_path, monkeypatch):

@@ -123,11 +123,8 @@ def test_page_answers_three_questions(address, browser, tmp_path):
     page.goto(address + replace(QUESTION, memory_limit="20GiB", compile=False).link)
     sent = planner.plan(replace(QUESTION, memory_limit="20GiB"))
     expect(text("plan")).to_contain_text(f"OSDP plan {sent.plan.fingerprint}")
-    assert (
-        held(page, "memory_limit") == "20GiB"
-        and held(page, "config") == QUESTION.config
-        and held(page, "device") == "a100-40"
-    )
+    assert held(page, "memory_limit") == "20GiB" and held(page, "config") == QUESTION.config
+    assert held(page, "device") == "a100-40"
     count = page.locator("#devices input[type=number]")
     count.fill("5")
     count.press("Tab")
@@ -239,8 +236,5 @@ def test_port_that_is_taken_is_one_line():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         done = CliRunner().invoke(app, ["app", "--port", str(taken.getsockname()[1])])
-    assert (
-        done.exit_code == 2
-        and "this address cannot be used; give another" in done.stderr
-        and done.stderr.count("\n") == 1
-    )
+    assert done.exit_code == 2 and "this address cannot be used; give another" in done.stderr
+    assert done.stderr.count("\n") == 1

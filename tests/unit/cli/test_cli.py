@@ -117,9 +117,8 @@ def test_plan_finds_and_shows_what_search_finds(planned, model, description):
     (path, content, done), expected = planned, search(problem(description, HARDWARE, JOB, LIMIT)).plan
     assert content["plan"]["fingerprint"] == expected.fingerprint and expected.fingerprint in done.stdout
     assert content["estimated"]["peak_bytes"] + HARDWARE.outside_bytes(expected.communicators) == expected.peak_bytes
-    assert (
-        content["hardware"]["margin"] == CACHING_MARGIN and expected.peak_bytes <= HARDWARE.room_bytes(LIMIT) < LIMIT
-    )
+    assert content["hardware"]["margin"] == CACHING_MARGIN
+    assert expected.peak_bytes <= HARDWARE.room_bytes(LIMIT) < LIMIT
     assert content["estimated"]["step_s"] == expected.step_s and content["model"]["parameters"] == description.numel
     assert done.stderr == "" and all(unit.label.split(".")[0] in done.stdout for unit in description.units)
     assert_readable(done.stdout)

@@ -55,10 +55,8 @@ def test_plan_is_that_of_the_command_which_is_shown(planner, folder):
     planned = planner.plan(QUESTION)
     assert content["plan"]["fingerprint"] == planned.plan.fingerprint
     assert content["estimated"]["step_s"] == planned.estimate.time.step_s == planned.plan.step_s
-    assert (
-        QUESTION.command == f"hf-osdp plan config.json {' '.join(QUESTION.options)}"
-        and "--compile" not in QUESTION.options
-    )
+    assert QUESTION.command == f"hf-osdp plan config.json {' '.join(QUESTION.options)}"
+    assert "--compile" not in QUESTION.options
     assert replace(QUESTION, compile=True, memory_limit="").options[-1] == "--compile"
 
 
@@ -71,10 +69,8 @@ def test_compared_has_the_rows_of_compare(planner, folder):
 def test_warnings_are_kept_with_what_was_traced(planner):
     turing = replace(QUESTION, device="titan-rtx", precision="bf16", memory_limit="")
     first, again = planner.plan(turing), planner.plan(replace(turing, memory_limit="20GiB"))
-    assert (
-        first.warnings == again.warnings
-        and "bfloat16 has no other kernel on compute capability 7.5" in first.warnings[0]
-    )
+    assert first.warnings == again.warnings
+    assert "bfloat16 has no other kernel on compute capability 7.5" in first.warnings[0]
     assert planner.plan(QUESTION).warnings == ()
 
 
@@ -95,10 +91,8 @@ def test_model_is_described_once_for_other_limits_and_devices(monkeypatch, tmp_p
 
 def test_what_if_plans_for_other_devices_and_raises_the_batch(planner):
     before, after = planner.what_if(QUESTION, "20GiB", 5)
-    assert (
-        before.plan is planner.plan(QUESTION).plan
-        and after.change == "5 devices, global batch raised from 32 to 35, 20GiB each"
-    )
+    assert before.plan is planner.plan(QUESTION).plan
+    assert after.change == "5 devices, global batch raised from 32 to 35, 20GiB each"
     asked = replace(QUESTION, memory_limit="20GiB", devices_per_node=5, global_batch_size=35)
     assert after.plan == planner.plan(asked).plan and after.plan.world_size == 5
     two = replace(QUESTION, num_nodes=2)
@@ -197,9 +191,8 @@ def test_script_asks_for_the_plan_that_is_shown(planner):
         return {node.targets[0].id: ast.unparse(node.value) for node in ast.walk(tree) if isinstance(node, ast.Assign)}
 
     config = eval(calls(QUESTION)["osdp"], {"OSDPConfig": OSDPConfig})
-    assert config == OSDPConfig(memory_limit="30GiB") and calls(QUESTION)["trainer"].startswith(
-        "Trainer(model=model, args=args"
-    )
+    assert config == OSDPConfig(memory_limit="30GiB")
+    assert calls(QUESTION)["trainer"].startswith("Trainer(model=model, args=args")
     assert calls(replace(QUESTION, memory_limit=""))["osdp"] == "True"
     plan = planner.plan(QUESTION).plan
     sizes = f"per_device_train_batch_size={plan.micro_batch_size}, gradient_accumulation_steps={plan.accumulation_steps}, bf16=True"  # noqa: E501
@@ -221,9 +214,8 @@ def test_launch_file_is_read_by_accelerate_and_asks_for_the_plan(planner, tmp_pa
 def test_built_in_shape_is_announced(planner, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     small = planner.plan(Question(model="openai-community/gpt2", **SIZES))
-    assert "using the built-in shape of openai-community/gpt2" in small.warnings[0] and not small.warnings[
-        0
-    ].startswith("hf-osdp")
+    assert "using the built-in shape of openai-community/gpt2" in small.warnings[0]
+    assert not small.warnings[0].startswith("hf-osdp")
 
 
 def test_app_without_its_extra_says_what_to_install(monkeypatch):

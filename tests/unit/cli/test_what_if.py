@@ -92,11 +92,8 @@ def test_one_more_device_fills_micro_steps_and_says_what_changes(hardware, batch
     job = TrainingJob(global_batch_size=batch, micro_batch_size=micro)
     asked = one_more_device(replace(PROBLEM, hardware=hardware, job=job))
     changed = asked.problem
-    assert (
-        asked.change == words
-        and changed.job == replace(job, global_batch_size=raised)
-        and not changed.hardware.timings
-    )
+    assert asked.change == words and changed.job == replace(job, global_batch_size=raised)
+    assert not changed.hardware.timings
     assert changed.job.micro_batch_sizes(changed.hardware.world_size)
     asked = replace(PROBLEM, hardware=preset("titan-rtx").with_margin(0.5))
     assert one_more_device(asked).problem.hardware == preset("titan-rtx", devices_per_node=2).with_margin(0.5)

@@ -68,9 +68,8 @@ def arguments(tmp_path, **options) -> TrainingArguments:
 def test_plugin_is_fsdp2_with_float32_reduction_and_writes_shards_only_in_the_background():
     plugin = OSDPPlugin(osdp={"memory_limit": "1GiB"})
     assert plugin.fsdp_version == 2 and plugin.osdp == OSDPConfig(memory_limit="1GiB")
-    assert "FULL" in str(plugin.state_dict_type) and "SHARDED" in str(
-        OSDPPlugin(osdp={"async_save": True}).state_dict_type
-    )
+    assert "FULL" in str(plugin.state_dict_type)
+    assert "SHARDED" in str(OSDPPlugin(osdp={"async_save": True}).state_dict_type)
     plugin.set_mixed_precision("bf16")
     assert plugin.mixed_precision_policy == MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32

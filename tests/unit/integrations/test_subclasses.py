@@ -11,12 +11,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Seq2SeqTrainer,
-    TrainingArguments,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, Seq2SeqTrainer, TrainingArguments
 
 import hf_osdp
 from hf_osdp import OSDPConfig, with_osdp
@@ -73,18 +68,13 @@ def test_osdp_is_an_option_of_subclasses_whether_they_know_it_or_not(tmp_path):
 
     for cls in (with_osdp(Scaled), Mine):
         trainer = cls(model(), arguments(tmp_path), 2.0, train_dataset=rows(), osdp=CONFIG)
-        assert (
-            trainer.plan is not None
-            and trainer.scale == 2.0
-            and isinstance(trainer, Scaled)
-            and isinstance(trainer, hf_osdp.Trainer)
-        )
+        assert trainer.plan is not None and trainer.scale == 2.0 and isinstance(trainer, Scaled)
+        assert isinstance(trainer, hf_osdp.Trainer)
     assert with_osdp(Scaled)(model(), arguments(tmp_path), 2.0, train_dataset=rows(), osdp=False).plan is None
     known = Known(model=model(), args=arguments(tmp_path), train_dataset=rows(), osdp=CONFIG)
     assert known.given is CONFIG and known.plan is not None
-    assert (
-        with_osdp(Scaled).__name__ == "Scaled" and "scale" in inspect.signature(with_osdp(Scaled).__init__).parameters
-    )
+    assert with_osdp(Scaled).__name__ == "Scaled"
+    assert "scale" in inspect.signature(with_osdp(Scaled).__init__).parameters
 
 
 def test_subclass_with_our_trainer_first_is_refused_by_name():

@@ -166,8 +166,7 @@ class Noted:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [changed_forward, changed_method, changed_loss, changed_attention, own_hook, own_module, own_object],
+    "change", [changed_forward, changed_method, changed_loss, changed_attention, own_hook, own_module, own_object]
 )
 def test_code_of_others_is_traced_each_time(described, monkeypatch, change):
     for _ in range(2):

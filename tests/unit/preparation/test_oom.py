@@ -116,9 +116,8 @@ def test_every_kind_is_known_and_explained_in_the_same_error(kind, problem, plan
     with pytest.raises(error_type) as caught, handler.explained():
         raise error
     said = str(error)
-    assert (
-        caught.value is error and said.startswith("Out of memory on ") and "memory_limit=" in said and "\n" not in said
-    )
+    assert caught.value is error and said.startswith("Out of memory on ") and "memory_limit=" in said
+    assert "\n" not in said
     assert ("4.0 MiB were requested" in said) == (kind == "cpu allocator")
 
 
@@ -139,10 +138,8 @@ def test_code_of_an_accelerator_error_counts():
 def test_safer_limit_is_lower_by_what_was_needed_above_the_estimate(problem, plan, over):
     limit = problem.memory_limit_bytes
     safer = safer_limit(problem, plan, int(plan.peak_bytes + over * limit))
-    assert (
-        safer == pytest.approx(min(limit * (1 - max(over, 0.05)), plan.peak_bytes * 0.95), abs=2)
-        and safer < plan.peak_bytes
-    )
+    assert safer == pytest.approx(min(limit * (1 - max(over, 0.05)), plan.peak_bytes * 0.95), abs=2)
+    assert safer < plan.peak_bytes
 
 
 def test_safer_limit_is_below_the_plan_where_the_limit_does_not_bind(problem, plan):

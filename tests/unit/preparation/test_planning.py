@@ -93,10 +93,7 @@ def test_given_plan_runs_as_it_is(model, given, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "options", "part"),
-    [
-        ({}, {"micro_batch_size": 1}, "samples at once, but batches hold 1"),
-    ],
+    ("changes", "options", "part"), [({}, {"micro_batch_size": 1}, "samples at once, but batches hold 1")]
 )
 def test_given_plan_for_another_run_is_refused(model, given, changes, options, part):
     with pytest.raises(PlanError, match=part) as caught:

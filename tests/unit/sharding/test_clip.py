@@ -99,9 +99,8 @@ def test_clip_grad_norm_takes_single_parameter_and_second_norm():
     parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
     parameter.grad = torch.tensor([3.0, 4.0], dtype=torch.float64)
     assert clip_grad_norm_(parameter, 10.0).item() == 5.0 and parameter.grad.tolist() == [3.0, 4.0]
-    assert clip_grad_norm_(parameter, 1.0).item() == 5.0 and parameter.grad.norm().item() == pytest.approx(
-        1.0, abs=1e-6
-    )
+    assert clip_grad_norm_(parameter, 1.0).item() == 5.0
+    assert parameter.grad.norm().item() == pytest.approx(1.0, abs=1e-6)
 
 
 def test_total_norm_is_sent_where_collectives_run(monkeypatch):
