@@ -50,7 +50,7 @@ def fields_of(plugin: OSDPPlugin) -> dict[str, str]:
     }
 
 
-def test_every_option_of_the_file_and_of_the_plugin_has_a_row():
+def test_every_option_of_file_and_plugin_has_a_row():
     flags = {
         option.removeprefix("--fsdp_") for action in launch_command_parser()._actions for option in action.option_strings  # noqa: E501
         if option.startswith("--fsdp_")

@@ -32,7 +32,7 @@ def test_parse_bytes_refuses_what_is_no_amount(message, value):
         parse_bytes(value, name="limit")
 
 
-def test_parse_limit_asks_for_a_unit_where_bytes_cannot_be_meant():
+def test_parse_limit_asks_for_unit_where_bytes_are_implausible():
     assert parse_limit("16b") == 16 and parse_limit("16 GiB") == 2**34
     assert parse_limit(4096) == parse_limit("4096") == 4096
     for value in ("16", 80, " 192 "):

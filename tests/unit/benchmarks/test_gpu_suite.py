@@ -52,7 +52,7 @@ def child(monkeypatch):
 FINDS = "import json, sys; open(sys.argv[5] + '/found.jsonl', 'w').write(json.dumps({'row': {'a': '1'}}) + '\\n'); print('said', flush=True); "  # noqa: E501
 
 
-def test_a_step_that_fails_keeps_what_it_found_and_its_last_lines(child, tmp_path):
+def test_failed_step_keeps_what_it_found_and_last_lines(child, tmp_path):
     child(FINDS + "raise SystemExit(7)")
     one = run_step(STEPS["clock"], tmp_path, rehearses="cpu")
     assert (one["status"], one["rows"], one["tail"]) == ("failed", [{"a": "1"}], ["said"])

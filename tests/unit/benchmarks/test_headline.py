@@ -58,7 +58,7 @@ class RecordingHold:
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])
-def test_the_emulated_link_holds_streams_for_as_long_as_the_planner_says(precision):
+def test_emulated_link_holds_streams_as_long_as_planned(precision):
     case = replace(TINY, devices=4, precision=precision, sizes={**TINY.sizes, "n_layer": 5})
     hardware, config = named_machine(case), case.config()
     description = describe(config, sequence_length=16, compute_dtype=case.compute.compute, recomputation=False)

@@ -39,9 +39,7 @@ def doubles() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "outcome"), SAMPLE.items())
-def test_class_under_a_smaller_memory_limit_trains_as_under_the_stock_trainer(
-    name: str, outcome: str, tmp_path: Path
-) -> None:
+def test_class_under_a_smaller_limit_trains_as_stock(name: str, outcome: str, tmp_path: Path) -> None:
     if not hasattr(transformers, name):
         pytest.skip(f"This version of transformers has no {name}.")
     result = tried(name, str(tmp_path))

@@ -37,7 +37,7 @@ def test_round_through_all_layouts_changes_nothing(tmp_path):
     assert_equal(model, optimizer, again, its)
 
 
-def test_single_layout_is_read_by_torch_alone_and_not_converted_back(tmp_path):
+def test_single_layout_is_read_by_torch_and_not_converted_back(tmp_path):
     model, optimizer = trained()
     convert(saved(tmp_path / "start", model=model, optimizer=optimizer), tmp_path / "single", to=Target.SINGLE)
     again, its = trained(seed=9, steps=0)

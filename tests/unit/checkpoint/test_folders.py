@@ -91,7 +91,7 @@ def test_interrupted_replacement_is_finished(tmp_path):
     check_checkpoint(folder)  # one that is asked for by its name
 
 
-def test_removal_spares_what_a_link_points_to_and_warns_where_it_fails(tmp_path, monkeypatch, caplog):
+def test_removal_spares_targets_of_links_and_warns_of_failure(tmp_path, monkeypatch, caplog):
     elsewhere = small(tmp_path, "elsewhere")
     (tmp_path / "checkpoint-1").symlink_to(elsewhere)
     remove_checkpoint(tmp_path / "checkpoint-1")
@@ -106,7 +106,7 @@ def test_removal_spares_what_a_link_points_to_and_warns_where_it_fails(tmp_path,
     assert names_in(tmp_path) == ["elsewhere"]
 
 
-def test_leftovers_of_an_interrupted_run_are_removed_by_the_next_save_of_the_same_checkpoints(tmp_path):
+def test_leftovers_of_an_interrupted_run_are_removed_by_next_save(tmp_path):
     left = [tmp_path / ".partial" / name for name in ("checkpoint-3", "0123abcd/checkpoint-4", "checkpoint-2.removed")]
     others = [tmp_path / ".partial" / name for name in ("4567abcd/state", "training.json")]
     for path in (*left, *others):

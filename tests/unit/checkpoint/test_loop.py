@@ -48,7 +48,7 @@ def test_failure_in_the_background_is_raised_once_by_wait(tmp_path, monkeypatch)
     assert last_checkpoint(tmp_path).name == "checkpoint-1"
 
 
-def test_states_of_another_layout_do_not_stay_in_a_replaced_checkpoint(tmp_path):
+def test_replaced_checkpoint_keeps_no_states_of_another_layout(tmp_path):
     folder = saved(tmp_path / "checkpoint-1", sharded=True)
     (folder / MANIFEST_NAME).unlink()  # as another program writes it
     model, optimizer = trained(seed=5)
@@ -75,7 +75,7 @@ def test_random_states_go_on_and_new_ranks_get_their_own(tmp_path):
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_checkpoint_of_another_model_or_without_a_needed_file_is_refused(tmp_path, sharded):
+def test_checkpoint_of_another_model_or_lacking_files_is_refused(tmp_path, sharded):
     folder = saved(tmp_path / "checkpoint-1", sharded=sharded)
     for other in (tiny_model("llama", layers=1), tiny_model("gpt2", layers=2)):
         with pytest.raises(CheckpointError, match="is not of this model"):

@@ -70,7 +70,7 @@ def test_given_path_is_checked_and_resumed(tmp_path, restarted):
     assert checkpoint_to_resume(tmp_path / "run", given).name == "checkpoint-2", "what this training wrote since"
 
 
-def test_newest_checkpoint_without_manifest_is_passed_over_unless_none_has_one(tmp_path, restarted, caplog):
+def test_newest_checkpoint_without_manifest_yields_to_those_with_one(tmp_path, restarted, caplog):
     saved(tmp_path / "checkpoint-4")
     (saved(tmp_path / "checkpoint-6") / MANIFEST_NAME).unlink()
     restarted()

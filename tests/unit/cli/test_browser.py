@@ -177,7 +177,7 @@ def test_numbers_that_are_not_whole_are_named_and_enter_plans(answered):
 
 
 @pytest.mark.slow
-def test_pasted_configuration_replaces_the_model_and_a_chosen_model_the_configuration(address, browser):
+def test_pasted_configuration_and_chosen_model_replace_each_other(address, browser):
     page, expect = browser.new_page(), playwright.expect
     page.goto(address)
     page.click("#or_config button")

@@ -105,7 +105,7 @@ COMMANDS = ("plan", "explain", "compare", "what-if", "profile", "doctor", "conve
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_of_a_command_ends_with_an_example_that_is_understood(name):
+def test_help_ends_with_an_example_that_is_understood(name):
     page = " ".join(call(name, "--help").output.split())
     example = page.rpartition(f"Example: hf-osdp {name} ")[2]
     assert example and len(example) < 200
@@ -184,7 +184,7 @@ def test_plan_counts_a_base_in_4_bits(model, config, description):
         ("a100-80", ("--precision", "no"), "no", "Precision no, set by --precision."),
     ],
 )
-def test_precision_is_what_the_device_is_good_at_and_is_said(device, asked, precision, said):
+def test_precision_follows_the_device_and_is_said(device, asked, precision, said):
     case = Case(
         Request.of(
             model="none", sequence_length=8, global_batch_size=8, device=device, precision=asked[1] if asked else None

@@ -85,7 +85,7 @@ def test_doctor_exits_with_code_0_where_there_are_warnings_alone(model):
     assert "trainable parameters are in bfloat16" in found["float32 masters"][0][1]
 
 
-def test_doctor_warns_where_this_shell_has_segments_of_cuda_that_do_not_expand(model, monkeypatch):
+def test_doctor_warns_of_cuda_segments_that_do_not_expand(model, monkeypatch):
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
     (found,) = rows(model, *SIZES, "--device", "h100", "--devices-per-node", 4)["allocator"]

@@ -99,7 +99,7 @@ def test_run_starts_the_launcher_with_the_script_and_its_arguments(tmp_path, mon
     assert started == [(sys.executable, [sys.executable, *words.split()])]
 
 
-def test_files_of_the_repository_and_of_config_have_the_same_fields(tmp_path):
+def test_files_of_repository_and_of_config_have_same_fields(tmp_path):
     """What works in `accelerate_configs` works where it was written anew, with --force over another."""
     for name, flags in (
         ("osdp", ("--device", "cuda", "--devices-per-node", 2, "--precision", "bf16")),

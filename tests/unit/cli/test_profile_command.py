@@ -21,7 +21,7 @@ def run(*arguments: object):
     return CliRunner().invoke(app, ["profile", "--device", "cpu", "--seconds", "0.1", *map(str, arguments)])
 
 
-def test_profile_times_a_model_and_writes_a_file_that_is_read(model, tmp_path):
+def test_profile_times_a_model_and_writes_a_readable_file(model, tmp_path):
     out = tmp_path / "p.json"
     done = run(model, "--sequence-length", 12, "--micro-batch-sizes", "1,2", "--precision", "bf16", "--output", out)
     assert done.exit_code == 0, done.output
@@ -57,7 +57,7 @@ def _profile_here(output: str) -> str:
 
 
 @pytest.mark.slow
-def test_profile_under_a_launcher_is_shown_and_written_by_rank_zero(tmp_path):
+def test_profile_under_a_launcher_comes_from_rank_zero(tmp_path):
     out = tmp_path / "p.json"
     first, second = run_ranks(_profile_here, 2, str(out), init=False)
     assert "all-gather" in first and "FSDP2's own work" in first

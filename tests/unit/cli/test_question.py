@@ -121,7 +121,7 @@ def test_link_keeps_the_question(question):
     )
 
 
-def test_link_takes_what_a_host_adds_and_refuses_what_it_does_not_know():
+def test_link_ignores_what_hosts_add_and_refuses_unknown_fields():
     assert Question.of_link({"__theme": "dark", "device": "h100", "compile": "1"}) == Question(
         device="h100", compile=True
     )
@@ -176,7 +176,7 @@ def test_what_only_the_page_takes_is_refused_in_one_line(planner, change, said):
 
 
 @pytest.mark.parametrize("model", ["gpt2", "runs/gpt2"])
-def test_page_reads_no_folder_of_its_machine_and_shows_no_path(planner, tmp_path, monkeypatch, model):
+def test_page_reads_no_local_folder_and_shows_no_path(planner, tmp_path, monkeypatch, model):
     (tmp_path / model).mkdir(parents=True)
     (tmp_path / model / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
@@ -200,7 +200,7 @@ def test_script_asks_for_the_plan_that_is_shown(planner):
 
 
 @pytest.mark.parametrize(("nodes", "device"), [(1, "a100-40"), (2, "a100-40"), (1, "cpu")])
-def test_launch_file_is_read_by_accelerate_and_asks_for_the_plan(planner, tmp_path, nodes, device):
+def test_launch_file_is_read_by_accelerate_and_asks_for_plan(planner, tmp_path, nodes, device):
     limit = "" if device == "cpu" else "30GiB"
     text = planner.plan(replace(QUESTION, num_nodes=nodes, device=device, memory_limit=limit)).launch_file
     (tmp_path / "osdp.yaml").write_text(text)

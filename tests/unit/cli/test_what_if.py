@@ -99,7 +99,7 @@ def test_one_more_device_fills_micro_steps_and_says_what_changes(hardware, batch
     assert one_more_device(asked).problem.hardware == preset("titan-rtx", devices_per_node=2).with_margin(0.5)
 
 
-def test_answer_is_what_a_search_gives_or_why_there_is_none():
+def test_answer_is_the_search_or_why_there_is_none():
     row = answered(Answer(question="now", change="", problem=PROBLEM))
     assert row.plan == search(PROBLEM).plan
     assert row.tokens_per_s == pytest.approx(row.plan.samples_per_s * PROBLEM.description.sequence_length)
@@ -110,7 +110,7 @@ def test_answer_is_what_a_search_gives_or_why_there_is_none():
     assert answered(nothing) is nothing
 
 
-def test_needed_bytes_are_what_the_search_can_do_with_and_nearly_the_least():
+def test_needed_bytes_suffice_for_the_search_and_are_nearly_least():
     needed = int(needed_bytes(PROBLEM))
     assert search(replace(PROBLEM, memory_limit_bytes=needed)).peak_bytes <= needed <= 1.02 * least_memory(PROBLEM)
     five = bare_preset("titan-rtx", devices_per_node=5)

@@ -72,7 +72,7 @@ def form(monkeypatch):
         (8, 0, "3", True, 0), (8, 2, "3", True, 2),
     ],
 )  # fmt: skip
-def test_own_gpu_is_current_or_without_group_that_of_local_rank(
+def test_own_gpu_without_group_is_that_of_local_rank(
     gpus, form, monkeypatch, count, current, local_rank, has_group, expected
 ):
     gpus.count, gpus.current = count, current
@@ -96,7 +96,7 @@ def test_all_devices_are_that_of_group_formed_with_device_id(gpus, form, choose)
 
 
 @pytest.mark.parametrize("device_type", [None, "cuda"])
-def test_group_is_formed_on_only_visible_gpu_at_any_local_rank(gpus, monkeypatch, device_type):
+def test_group_forms_on_only_visible_gpu_at_any_rank(gpus, monkeypatch, device_type):
     formed = []
     for name, value in {"LOCAL_RANK": "3", "RANK": "3", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -151,7 +151,7 @@ def test_expandable_segments_leave_choice_of_user(calls, monkeypatch, settings):
         ("backend:cudaMallocAsync", False),
     ],
 )
-def test_segments_are_fixed_where_the_native_allocator_does_not_expand_them(calls, monkeypatch, settings, fixed):
+def test_segments_are_fixed_where_native_allocator_cannot_expand_them(calls, monkeypatch, settings, fixed):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
     assert has_fixed_segments() is fixed
     prefer_expandable_segments()

@@ -138,7 +138,7 @@ def test_stop_signal_leaves_forks_to_sigterm(came):
         assert stop.received
 
 
-def test_stop_signal_restores_handler_after_loop_that_goes_on_or_fails(came):
+def test_stop_signal_restores_handler_after_loops_and_failures(came):
     with StopSignal() as stop:
         terminate()
     assert stop.received and not came

@@ -112,7 +112,7 @@ def divide_weights(folder) -> None:
     (folder / "model.safetensors").unlink()
 
 
-def test_trainer_refuses_a_damaged_path_takes_the_one_before_and_names_changes(tmp_path, caplog):
+def test_trainer_refuses_damaged_path_and_takes_the_one_before(tmp_path, caplog):
     planned(tmp_path, save_total_limit=2).train()
     (tmp_path / "checkpoint-4" / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"checkpoint-4 is damaged: model.safetensors is missing"):

@@ -52,7 +52,7 @@ def test_blocks_are_compiled_as_options_launcher_and_dynamo_ask(monkeypatch, osd
 
 
 @pytest.mark.parametrize("osdp", [{}, {"compile": "auto"}])
-def test_a_model_wrapped_by_torch_compile_is_unwrapped_and_its_blocks_are_compiled(osdp):
+def test_model_wrapped_by_torch_compile_is_unwrapped_and_blocks_compiled(osdp):
     accelerator = OSDPAccelerator(cpu=True, osdp=osdp)
     model = tiny_model("gpt2")
     assert accelerator._without_wrappers(model) is model
@@ -77,6 +77,6 @@ def test_other_backends_modes_and_options_are_refused_in_one_line(asked):
     assert "\n" not in str(caught.value)
 
 
-def test_compilation_beside_a_given_plan_is_refused_since_the_plan_says_what_is_compiled():
+def test_compilation_beside_a_given_plan_is_refused():
     with pytest.raises(ValueError, match="plan runs a given plan as it is"):
         OSDPAccelerator(cpu=True, osdp={"plan": "plan.json"}, dynamo_backend="inductor")

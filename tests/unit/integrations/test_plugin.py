@@ -65,7 +65,7 @@ def arguments(tmp_path, **options) -> TrainingArguments:
 # ---- the plugin
 
 
-def test_plugin_is_fsdp2_with_float32_reduction_and_writes_shards_only_in_the_background():
+def test_plugin_is_fsdp2_with_float32_reduction():
     plugin = OSDPPlugin(osdp={"memory_limit": "1GiB"})
     assert plugin.fsdp_version == 2 and plugin.osdp == OSDPConfig(memory_limit="1GiB")
     assert "FULL" in str(plugin.state_dict_type)
@@ -115,7 +115,7 @@ def test_plugin_accepts_the_defaults_that_the_launcher_exports(monkeypatch):
     assert OSDPPlugin().osdp == OSDPConfig(memory_limit="1GiB")
 
 
-def test_cpu_offload_asks_for_every_unit_on_the_host_but_on_the_cpu(caplog):
+def test_cpu_offload_asks_for_every_unit_on_the_host(caplog):
     plugin, config = OSDPPlugin(cpu_offload=True), OSDPConfig(memory_limit="1GiB")
     assert plugin.asking(config, "cuda") == OSDPConfig(memory_limit="1GiB", host_offload=True)
     assert plugin.asking(config, "cpu") is config and "no effect on the CPU" in caplog.text
@@ -124,7 +124,7 @@ def test_cpu_offload_asks_for_every_unit_on_the_host_but_on_the_cpu(caplog):
         plugin.asking(OSDPConfig(host_offload=False), "cuda")
 
 
-def test_cpu_offload_runs_a_given_plan_whose_units_are_all_on_the_host():
+def test_cpu_offload_runs_given_plan_with_all_units_on_host():
     plugin, config = OSDPPlugin(cpu_offload=CPUOffloadPolicy(pin_memory=False)), OSDPConfig(plan="plan.json")
     assert plugin.asking(config, "cuda") is config and plugin.pin_memory is False
     on_device = plan_of(find_units(tiny_model("gpt2")), 2, "zero3")
@@ -212,7 +212,7 @@ def test_requested_config_reads_the_file_of_fsdp_config(tmp_path):
         (True, {"transformer_layer_cls_to_wrap": ["A"]}, r"transformer_layer_cls_to_wrap.*OSDPConfig\(block_classes"),
     ],
 )
-def test_requested_config_refuses_what_has_no_effect_or_cannot_be_read(tmp_path, asked, fsdp_config, part):
+def test_requested_config_refuses_options_without_effect_or_unreadable(tmp_path, asked, fsdp_config, part):
     with pytest.raises(ValueError, match=part) as caught:
         requested_config(asked, arguments(tmp_path, fsdp_config=fsdp_config))
     assert "\n" not in str(caught.value)
@@ -227,7 +227,7 @@ def test_requested_config_names_the_file_that_it_cannot_read(tmp_path, text, par
         requested_config(None, args)
 
 
-def test_torch_compile_of_the_arguments_is_an_option_of_the_plan(tmp_path):
+def test_torch_compile_of_arguments_is_an_option_of_plans(tmp_path):
     assert requested_config(True, arguments(tmp_path, torch_compile=True)).compile
     assert not requested_config(True, arguments(tmp_path)).compile
     assert requested_config({"compile": "auto"}, arguments(tmp_path, torch_compile=True)).compile == "auto"
@@ -246,7 +246,7 @@ def test_torch_compile_of_the_arguments_is_an_option_of_the_plan(tmp_path):
         (None, {}, None),
     ],
 )
-def test_steps_of_training_are_those_of_the_arguments_or_of_the_data(dataset, changes, steps, tmp_path):
+def test_steps_of_training_come_from_arguments_or_data(dataset, changes, steps, tmp_path):
     args = arguments(tmp_path, **{"num_train_epochs": 2.5, **changes})
     assert _steps(SimpleNamespace(args=args, train_dataset=dataset), 3) == steps
 
@@ -254,7 +254,7 @@ def test_steps_of_training_are_those_of_the_arguments_or_of_the_data(dataset, ch
 # ---- a Trainer
 
 
-def test_plan_replaces_auto_find_batch_size_in_a_copy_of_the_arguments(tmp_path):
+def test_plan_replaces_auto_find_batch_size_in_a_copy(tmp_path):
     asked = arguments(tmp_path, auto_find_batch_size=True, per_device_train_batch_size=8)
     trainer = Trainer(
         model=tiny_model("gpt2", layers=1),
@@ -328,7 +328,7 @@ class Stack(nn.Module):
         return {"loss": features.square().mean()}
 
 
-def test_activation_checkpointing_of_the_plugin_recomputes_blocks_of_ones_own_with_the_same_dropout(monkeypatch):
+def test_plugins_activation_checkpointing_recomputes_own_blocks_with_same_dropout(monkeypatch):
     def gradients(model: nn.Module) -> list[torch.Tensor]:
         torch.manual_seed(1)
         loss = model(features=torch.ones(4, 8))["loss"]

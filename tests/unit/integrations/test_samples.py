@@ -132,7 +132,7 @@ def test_takes_keywords_compares_names_with_forward():
     ]
 
 
-def test_batches_that_a_model_does_not_take_have_no_length_on_any_rank(monkeypatch):
+def test_batches_that_a_model_refuses_have_no_length(monkeypatch):
     rows = [{"pixels": torch.ones(3)}] * 4
     monkeypatch.setattr(found_in, "all_gather_objects", lambda own: [own, 0])  # a rank without data beside this one
     assert found_in.batches_of_loader(DataLoader(rows, batch_size=2), torch.nn.Linear(3, 3), None) == (None, None)

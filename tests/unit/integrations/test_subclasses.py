@@ -57,7 +57,7 @@ def arguments(tmp_path, **options):
 CONFIG = OSDPConfig(hardware=preset("cpu"), compare=False)
 
 
-def test_osdp_is_an_option_of_subclasses_whether_they_know_it_or_not(tmp_path):
+def test_osdp_is_an_option_of_subclasses_unaware_of_it(tmp_path):
     class Mine(Scaled, hf_osdp.Trainer):
         pass
 
@@ -113,7 +113,7 @@ def test_loss_that_cannot_be_traced_falls_back_with_a_warning(tmp_path, caplog):
     assert "The loop's own loss cannot be traced with its batches" in caplog.text
 
 
-def test_traced_loss_runs_on_fake_copies_of_the_modules_that_it_holds(tmp_path):
+def test_traced_loss_runs_on_fake_copies_of_its_modules(tmp_path):
     class Holder(torch.nn.Module):
         def __init__(self, inner):
             super().__init__()

@@ -168,7 +168,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", slow_but(CASES, daily=("regression", "multi-label", "masked")))
-def test_training_equals_stock_or_is_refused_where_the_loss_is_not_a_share(tmp_path, name):
+def test_training_equals_stock_or_is_refused_by_kind_of_loss(tmp_path, name):
     make, data = CASES[name]
     options = {"per_device_train_batch_size": 16}
     try:
@@ -184,7 +184,7 @@ def test_training_equals_stock_or_is_refused_where_the_loss_is_not_a_share(tmp_p
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("name", ["regression", "multi-label"])
-def test_micro_batch_size_that_the_user_set_averages_means_of_samples(tmp_path, name, accumulation):
+def test_set_micro_batch_size_averages_means_of_samples(tmp_path, name, accumulation):
     make, data = CASES[name]
     options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": accumulation}
     osdp = {"micro_batch_size": 2, "hardware": "cpu", "compare": False}
@@ -195,14 +195,14 @@ def test_micro_batch_size_that_the_user_set_averages_means_of_samples(tmp_path, 
     assert trainer.evaluate(data)["eval_loss"] == pytest.approx(stock.evaluate(data)["eval_loss"], rel=1e-6)
 
 
-def test_micro_batch_size_is_refused_where_a_part_of_the_loss_would_be_multiplied(tmp_path):
+def test_micro_batch_size_that_would_multiply_loss_parts_is_refused(tmp_path):
     osdp = OSDPConfig(hardware="cpu", compare=False, micro_batch_size=1)
     args = arguments(tmp_path)
     with pytest.raises(ValueError, match="so micro_batch_size=1 would train something else than the 2 samples"):
         hf_osdp.Trainer(model=mixtral(output_router_logits=True), args=args, train_dataset=rows(), osdp=osdp)
 
 
-def test_a_trainer_that_divides_by_its_steps_keeps_its_micro_batches(tmp_path, caplog):
+def test_trainer_that_divides_by_steps_keeps_micro_batches(tmp_path, caplog):
     class Divides(transformers.Trainer):
         loss_is_scaled_for_ga = True
 

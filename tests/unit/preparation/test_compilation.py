@@ -35,9 +35,7 @@ ALL_THE_SAME = "Blocks run eager; compile=True compiles them anyway."
         (1.5, 10, False, f"{LOSS}. Leave compilation out.", f"{LOSS}. {ALL_THE_SAME}"),
     ],
 )
-def test_compilation_pays_where_steps_are_faster_and_win_back_the_compiling(
-    eager_step_s, steps, pays, compiled, eager
-):
+def test_compilation_pays_where_faster_steps_win_it_back(eager_step_s, steps, pays, compiled, eager):
     weighed = FormGain(eager_step_s=eager_step_s, step_s=2.0, compile_s=12.0, steps=steps)
     assert weighed.pays is pays
     assert weighed.line == compiled

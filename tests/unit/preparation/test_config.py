@@ -31,7 +31,7 @@ def test_block_classes_are_text_or_names(classes):
 
 
 @pytest.mark.parametrize("strategy", [strategy.value for strategy in Strategy])
-def test_from_options_accepts_every_strategy_and_the_switch_of_the_accelerate_file(strategy):
+def test_from_options_accepts_strategies_and_switch_of_accelerate_file(strategy):
     assert OSDPConfig.from_options({"osdp": True, "strategy": strategy, "compile": "auto"}) == OSDPConfig(
         strategy=strategy, compile="auto"
     )
@@ -118,6 +118,6 @@ def test_merged_config_prefers_what_the_nearer_place_states(nearer, want):
     assert merged_config(*nearer, FILE) == want
 
 
-def test_merged_config_refuses_options_of_two_places_that_exclude_each_other():
+def test_merged_config_refuses_options_that_exclude_each_other():
     with pytest.raises(ValueError, match="strategy='ddp' would have no effect"):
         merged_config(OSDPConfig(plan="p.json"), FILE)

@@ -120,7 +120,7 @@ def with_buffer():
 @pytest.mark.parametrize(
     "made", [frozen, untied, with_dropout, with_checkpointing, with_adapters, in_evaluation, with_buffer]
 )
-def test_object_that_differs_from_its_configuration_is_traced_anew_and_once(described, made):
+def test_object_unlike_its_configuration_is_traced_anew_and_once(described, made):
     for make in (model, made, made):
         describe_once(make(), sequence_length=16)
     assert len(described) == 2

@@ -81,7 +81,7 @@ def test_a_damaged_file_is_measured_anew(measured, tmp_path):
 
 
 @pytest.mark.parametrize("is_busy", [True, False])
-def test_nothing_is_kept_where_the_machine_is_busy_or_the_cache_off(measured, monkeypatch, is_busy):
+def test_nothing_is_kept_by_busy_machines_or_without_cache(measured, monkeypatch, is_busy):
     if is_busy:
         monkeypatch.setattr(cache, "seconds_without_core", count().__next__)
     else:

@@ -70,7 +70,7 @@ OTHERS = (
 
 
 @pytest.mark.parametrize(("free", "expected"), [(4 * 2**20, True), (2**30, False)])
-def test_internal_error_of_cudnn_is_out_of_memory_on_a_full_device(monkeypatch, free, expected):
+def test_cudnn_internal_error_on_full_device_is_out_of_memory(monkeypatch, free, expected):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * 2**30))
     assert is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR")) is expected
@@ -135,14 +135,14 @@ def test_code_of_an_accelerator_error_counts():
 
 
 @pytest.mark.parametrize("over", [0, 0.08, 0.2])
-def test_safer_limit_is_lower_by_what_was_needed_above_the_estimate(problem, plan, over):
+def test_safer_limit_is_lower_by_excess_over_estimate(problem, plan, over):
     limit = problem.memory_limit_bytes
     safer = safer_limit(problem, plan, int(plan.peak_bytes + over * limit))
     assert safer == pytest.approx(min(limit * (1 - max(over, 0.05)), plan.peak_bytes * 0.95), abs=2)
     assert safer < plan.peak_bytes
 
 
-def test_safer_limit_is_below_the_plan_where_the_limit_does_not_bind(problem, plan):
+def test_safer_limit_is_below_plan_where_limit_is_loose(problem, plan):
     """A device that others use too: the plan is far below the limit, and there was no room all the same."""
     loose = replace(problem, memory_limit_bytes=4 * plan.peak_bytes)
     assert safer_limit(loose, plan, None) == int(0.95 * plan.peak_bytes)
@@ -160,7 +160,7 @@ def test_explained_error_has_estimate_and_measurement(problem, plan, handled):
     assert "a memory limit of" not in said, "the limit was lowered here, not by the user"
 
 
-def test_full_device_is_not_blamed_on_a_plan_far_below_the_limit(problem, plan):
+def test_full_device_is_not_blamed_on_plan_far_below(problem, plan):
     loose = replace(problem, memory_limit_bytes=4 * plan.peak_bytes)
     handler = OutOfMemoryHandler(nn.Linear(1, 1), plan, (), problem=loose, on_oom="raise", device=torch.device("cpu"))
     handler.handle(error := RuntimeError("CUDA out of memory."))
@@ -216,7 +216,7 @@ def test_replan_restarts_by_the_safer_limit_or_says_why_not(problem, plan, handl
     assert "cannot restart: no restarts left." in handled(error_type(text), "replan") and len(limits) == 1
 
 
-def test_memory_of_the_host_is_no_reason_for_a_plan_of_less_device_memory(handled, monkeypatch):
+def test_host_memory_is_no_reason_for_less_device_memory(handled, monkeypatch):
     monkeypatch.setattr(restart, "note_limit", lambda *_: pytest.fail("it would start again"))
     said = handled(MemoryError("no"), "replan", "cuda")
     assert said.startswith("Out of host memory on ") and "there is no other plan" in said

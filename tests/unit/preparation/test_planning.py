@@ -68,7 +68,7 @@ def test_plan_run_searches_and_compares(model):
     assert run.problem.memory_limit_bytes == HARDWARE.device.memory_bytes and run.comparison is None
 
 
-def test_margin_stays_free_of_the_plan_and_no_plan_below_the_least_peak(model, given):
+def test_margin_stays_free_and_no_plan_fits_below_it(model, given):
     with pytest.raises(InfeasibleError) as caught:
         planned(model, memory_limit="10KiB", operator_splitting=True)
     assert caught.value.least_peak_bytes > 10 * 2**10
@@ -145,7 +145,7 @@ def test_activation_checkpointing_is_seen_by_the_planner(model):
     assert peaks[1] < peaks[0]
 
 
-def test_recalibrate_in_one_process_tries_the_plan_and_leaves_the_weights(model):
+def test_recalibrate_in_one_process_tries_plan_and_leaves_weights(model):
     before = [parameter.clone() for parameter in model.parameters()]
     run = planned(model, recalibrate=True)
     assert [past.plan.fingerprint for past in run.rounds if past.fits] and run.meshes is None

@@ -62,7 +62,7 @@ def test_model_checks_find_nothing_in_sound_models(name):
     check_model(model)
 
 
-def test_unit_around_all_blocks_is_named_with_what_repeats_in_it():
+def test_unit_around_all_blocks_is_named_with_repeated_classes():
     units = find_units(tiny_model("gpt2"), ["GPT2Model"])
     assert_found(
         preflight.whole_in_one_unit(units),
@@ -112,7 +112,7 @@ def test_half_precision_without_masters_is_a_warning(dtype, name):
     assert preflight.no_masters(find_units(model.requires_grad_(False)), Precision()) is None
 
 
-def test_frozen_parameters_are_counted_and_all_of_them_are_an_error():
+def test_frozen_parameters_are_counted_and_all_frozen_refused():
     model = tiny_model("gpt2")
     model.transformer.wte.requires_grad_(False)
     assert_found(preflight.frozen(find_units(model)), Severity.NOTE, "1.2K of", "plan again.")
@@ -244,7 +244,7 @@ def test_folders_of_trainer_and_projects(tmp_path):
     )
 
 
-def test_sound_run_prints_and_writes_nothing_and_given_plan_is_checked(tmp_path, capsys):
+def test_sound_run_prints_nothing_and_given_plan_is_checked(tmp_path, capsys):
     model = tiny_model("gpt2", dtype=torch.float32, layers=2)
     run = plan_run(model, run_job(CONFIG, folder=RunFolder(path=tmp_path / "out")))
     assert run.findings == () and not list(tmp_path.iterdir())

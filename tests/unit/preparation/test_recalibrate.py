@@ -59,7 +59,7 @@ def test_recalibrate_tries_one_plan_where_estimates_hold():
     assert problem.job.correction_bytes == 0
 
 
-def test_recalibrate_replaces_a_plan_above_the_limit_by_one_that_fits():
+def test_recalibrate_replaces_plan_above_the_limit():
     more = LIMIT - needs(FIRST).peak_bytes + 1
     plan, rounds, problem = run(lambda tried: needs(tried, more_bytes=more))
     assert [past.fits for past in rounds] == [False, True]
@@ -70,7 +70,7 @@ def test_recalibrate_replaces_a_plan_above_the_limit_by_one_that_fits():
     assert plan.peak_bytes == rounds[1].observed.peak_bytes + RESERVED
 
 
-def test_recalibrate_takes_a_plan_that_ran_out_of_memory_to_be_above_the_limit():
+def test_recalibrate_replaces_plan_that_ran_out_of_memory():
     plan, rounds, _ = run(lambda tried: OUT_OF_MEMORY if tried.fingerprint == FIRST.fingerprint else needs(tried))
     assert not rounds[0].fits and rounds[0].correction.compute_factor == 1 and plan.fingerprint != FIRST.fingerprint
     assert any(past.plan.fingerprint == plan.fingerprint and past.fits for past in rounds)

@@ -56,7 +56,7 @@ def planned(model: nn.Module, *, known: Mapping[str, object] = {}, **options: ob
     return plan_run(model, run_job(OSDPConfig(**{**defaults, **options}), **known))
 
 
-def test_a_run_has_measured_times_and_the_second_start_reads_them(model, timings):
+def test_run_measures_times_and_the_second_start_reads_them(model, timings):
     first = planned(model).inputs.description
     assert timings[0].micro_batch_sizes == (1, 4, 8)
     phases = [phase for segment in first.segments for phase in (segment.forward, segment.backward)]
@@ -70,7 +70,7 @@ def test_a_run_has_measured_times_and_the_second_start_reads_them(model, timings
 
 
 @pytest.mark.parametrize("option", [{"time_blocks": False}, {"hardware": preset("cpu", devices_per_node=1)}])
-def test_blocks_are_estimated_if_the_option_is_off_or_the_hardware_given(model, timings, option):
+def test_blocks_are_estimated_without_option_or_with_given_hardware(model, timings, option):
     description = planned(model, **option).inputs.description
     assert not timings and description.timing == "estimated"
     assert all(segment.forward.seconds is None for segment in description.segments)
@@ -83,7 +83,7 @@ def test_compiled_blocks_are_timed_eager(model, timings):
     assert [timed.compile for timed in timings] == [False]
 
 
-def test_blocks_are_estimated_under_a_limit_that_a_few_of_them_exceed(model, timings, monkeypatch):
+def test_blocks_are_estimated_where_few_exceed_the_limit(model, timings, monkeypatch):
     description = describe(model, sequence_length=16)
     with pytest.raises(ProfileError, match=r"3 blocks need .* of 90\.0 KiB with one sample"):
         _sizes(description, preset("cpu"), 8, 90 * 2**10)

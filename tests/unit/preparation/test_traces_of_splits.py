@@ -54,7 +54,7 @@ def job(config: OSDPConfig) -> Job:
 
 
 @pytest.mark.parametrize("name", slow_but(MODELS, daily=("tied head",)))
-def test_split_of_the_head_is_described_as_by_traces_of_its_own(name, runs):
+def test_split_of_head_is_described_as_by_own_traces(name, runs):
     model = MODELS[name]()
     describer = Describer(model, job(OSDPConfig(sequence_length=16, global_batch_size=8)))
     whole = describer.describe()
@@ -68,7 +68,7 @@ def test_split_of_the_head_is_described_as_by_traces_of_its_own(name, runs):
         assert shared == describe(model, sequence_length=16, split=split) and shared.recomputable
 
 
-def test_what_the_end_of_the_step_holds_for_recomputed_blocks_is_shared(runs):
+def test_bytes_held_at_step_end_are_shared_by_splits(runs):
     """In bfloat16 this model frees the last block's output after the loss."""
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
     text = {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2}

@@ -115,7 +115,7 @@ def test_plan_table_fits_100_columns_with_every_figure(prefix, class_name):
         assert len(class_name) > 10 or (row.label in text and row.class_name in text)
 
 
-def test_plan_table_names_what_recomputed_units_save_once_below_its_rows():
+def test_plan_table_names_saved_calls_of_recomputed_units_once():
     description = model("h.0", "h.1", "h.2")
     saves = Recomputation(saved_calls=("addmm#0",), names=("qkv", "attention"), share=0.4)
     plain = plan_for(description, 1, 1, 64, 64, 64)
@@ -162,7 +162,7 @@ def test_plan_rows_part_units_of_other_decisions(change):
     assert_whole(rendered(plan_table(plan, description, estimated(description, plan, replace(HARDWARE, host=HOST)))))
 
 
-def test_plan_table_and_caption_show_what_the_host_holds_of_each_unit_and_of_a_machine():
+def test_plan_table_shows_what_the_host_holds():
     description, hardware = model("h.0", "h.1"), replace(HARDWARE, host=HOST)
     plan = plan_for(description, 1, 1, 64, 64)
     assert "host" not in rendered(plan_table(plan, description, estimated(description, plan, hardware)))
@@ -192,7 +192,7 @@ def test_plan_caption_says_what_the_fastest_plan_would_have_gained():
     assert unproven.startswith("Not proven: that no plan near the fastest is simpler")
 
 
-def test_plan_caption_says_where_the_peak_is_and_what_a_step_takes():
+def test_plan_caption_says_peak_and_step():
     estimate = estimated(SMALL, PLAN)
     peak, step, reduced, proven = plan_caption(PLAN, estimate)
     assert peak.startswith("Peak ")
@@ -212,7 +212,7 @@ def test_plan_caption_says_where_the_peak_is_and_what_a_step_takes():
 
 
 @pytest.mark.parametrize("limit", [1000, 3 * 2**20, 2**40])
-def test_comparison_table_has_a_gain_or_a_reason_for_each_strategy(limit):
+def test_comparison_table_has_gain_or_reason_for_each_strategy(limit):
     asked = problem(transformer(), bare_preset("cpu", devices_per_node=4), TrainingJob(global_batch_size=8), limit)
     rows = list(compare_strategies(asked))
     lines = rendered(comparison_table(rows, limit))

@@ -46,7 +46,7 @@ class Asked(Exception):
     """Meshes were made for this device."""
 
 
-def test_units_on_the_host_beside_one_gpu_get_meshes_of_that_gpu(monkeypatch):
+def test_units_on_host_get_meshes_of_the_one_gpu(monkeypatch):
     """In fp32 nothing but offload needs a process group, so that it is formed while the plan is applied."""
     form = dist.init_process_group
 

@@ -66,7 +66,7 @@ def test_frozen_parameters_counts_those_of_an_optimizer():
     assert frozen_parameters(None) == frozen_parameters(OptimizerSpec()) == 0
 
 
-def test_other_optimizers_of_torchao_are_not_taken_for_those_with_quantized_states():
+def test_other_torchao_optimizers_are_not_taken_for_quantized_ones():
     quantizes_weights = type("QuantOptimizer", (torch.optim.SGD,), {"__module__": "torchao.prototype.parq.optim"})
     optimizer = quantizes_weights([torch.nn.Parameter(torch.ones(2, 2))], lr=0.1)
     assert "share" in reason_against_unit_steps(optimizer)

@@ -85,7 +85,7 @@ def test_step_by_device_makes_a_group_for_each_device():
     assert stepped(on_one_device) == [(4, 0.1, True, None)]
 
 
-def test_step_by_device_keeps_what_an_optimizer_counts_in_its_groups():
+def test_step_by_device_keeps_counts_in_optimizer_groups():
     class Counting(torch.optim.SGD):
         @torch.no_grad()
         def step(self, closure=None):
@@ -120,7 +120,7 @@ def test_step_by_device_moves_step_counts_to_the_host():
         optimizer.step()
 
 
-def test_an_optimizer_that_steps_by_device_goes_with_its_last_reference():
+def test_optimizer_stepping_by_device_is_freed_with_last_reference():
     optimizer = torch.optim.AdamW(parameters_of(mixed=True), lr=0.1)
     step_by_device(optimizer)
     step_by_device(optimizer)
