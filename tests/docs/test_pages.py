@@ -20,13 +20,8 @@ from .pages import DOCS, ROOT, page
 
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
 ELSEWHERE = (
-    "README.md",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "SECURITY.md",
-    "recipes/README.md",
-    "recipes/bert_large/README.md",
-)
+    "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "recipes/README.md", "recipes/bert_large/README.md",
+)  # fmt: skip
 """Files in Markdown that lie outside of docs/; most are pages of the site."""
 TEXTS = (*(f"docs/{name}" for name in PAGES), *ELSEWHERE)
 EQUATION_PAGES = ("planner.md", "planner_search.md")

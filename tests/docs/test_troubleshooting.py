@@ -19,14 +19,9 @@ FOREIGN = "## Messages of torch, Accelerate and transformers"
 ENTRY = re.compile(r"^`(?P<message>[^`\n]+)`\n: ", re.MULTILINE)
 BLANK = re.compile(r"‹[^›]*›")
 COVERED = (
-    "InfeasibleError",
-    "CheckpointError",
-    "PlanError",
-    "PlanMismatchError",
-    "HardwareError",
-    "ProfileError",
+    "InfeasibleError", "CheckpointError", "PlanError", "PlanMismatchError", "HardwareError", "ProfileError",
     "LaunchError",
-)
+)  # fmt: skip
 
 
 def messages() -> list[str]:

@@ -71,23 +71,13 @@ class Recipe:
             command = [sys.executable]
         elif self.script == "train_plain":
             command = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                str(processes),
-            ]
+                sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
+            ]  # fmt: skip
         else:
             config = ROOT / "accelerate_configs" / "osdp_cpu.yaml"
             launch = [
-                sys.executable,
-                "-m",
-                "accelerate.commands.accelerate_cli",
-                "launch",
-                "--config_file",
-                str(config),
-            ]
+                sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(config),
+            ]  # fmt: skip
             command = [*launch, "--num_processes", str(processes)]
         command += self.command(*positional, **changes)
         done = subprocess.run(
@@ -109,14 +99,10 @@ class Recipe:
     def environment(self) -> dict[str, str]:
         """One thread, no network, no GPU."""
         return {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": "1",
-            "HF_DATASETS_CACHE": str(self.folder / "cache"),
-            "HF_MODULES_CACHE": str(self.folder / "modules"),
+            **os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_CACHE": str(self.folder / "cache"), "HF_MODULES_CACHE": str(self.folder / "modules"),
             "CUDA_VISIBLE_DEVICES": "",
-        }
+        }  # fmt: skip
 
 
 class Pretrained(NamedTuple):

@@ -79,14 +79,10 @@ CASES: dict[str, dict[str, dict[str, object]]] = {
 }
 """Script → case → changes of its arguments."""
 THE_MATTER = {
-    "too short for a block": "block",
-    "nothing to do": "Nothing to do",
-    "less than a step": "3 blocks",
-    "stream of nothing": "block",
-    "stream of other columns": "first row",
-    "no labels": "sentence",
+    "too short for a block": "block", "nothing to do": "Nothing to do", "less than a step": "3 blocks",
+    "stream of nothing": "block", "stream of other columns": "first row", "no labels": "sentence",
     "no classifier": "classification",
-}
+}  # fmt: skip
 """What the line of a case says where no argument is at fault by its name."""
 
 

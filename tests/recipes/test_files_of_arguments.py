@@ -29,12 +29,8 @@ def script_of(file: Path) -> str:
     """The script that a file is for, by its folder or name."""
     own = {"no_trainer": "run_clm_no_trainer", "plain": "train_plain"}
     of_folder = {
-        "gpt2": "run_clm",
-        "stories260k": "run_clm",
-        "bert": "run_mlm",
-        "bert_large": "run_mlm",
-        "glue": "run_glue",
-    }
+        "gpt2": "run_clm", "stories260k": "run_clm", "bert": "run_mlm", "bert_large": "run_mlm", "glue": "run_glue",
+    }  # fmt: skip
     return own.get(file.stem) or of_folder[file.parent.name]
 
 

@@ -21,12 +21,9 @@ def test_log_leaves_evaluations_and_checkpoints_out_of_training_time(monkeypatch
     module, clock = importlib.import_module(script), SimpleNamespace(now=100.0)
     monkeypatch.setattr(module.time, "perf_counter", lambda: clock.now)
     args = SimpleNamespace(
-        output_dir=str(tmp_path),
-        train_batch_size=2,
-        gradient_accumulation_steps=2,
-        world_size=2,
+        output_dir=str(tmp_path), train_batch_size=2, gradient_accumulation_steps=2, world_size=2,
         device=SimpleNamespace(type="cpu"),
-    )
+    )  # fmt: skip
     trainer = SimpleNamespace(accelerator=SimpleNamespace(scaler=None))
     log = module.JSONLog(trainer) if script == "run_glue" else module.JSONLog(trainer, 16)
     state = SimpleNamespace(global_step=0, is_world_process_zero=True)

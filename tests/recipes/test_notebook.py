@@ -84,12 +84,9 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dic
         if not re.fullmatch(r"(OMP|MKL)_NUM_THREADS|TOKENIZERS_PARALLELISM", name)
     }
     yield {
-        **kept,
-        MARK: str(tmp_path),
-        "IPYTHONDIR": str(tmp_path / "ipython"),
-        "HF_HUB_OFFLINE": "1",
+        **kept, MARK: str(tmp_path), "IPYTHONDIR": str(tmp_path / "ipython"), "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
-    }
+    }  # fmt: skip
     for process in processes_with(str(tmp_path)):
         process.kill()
 

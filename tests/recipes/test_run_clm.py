@@ -111,12 +111,9 @@ def test_wikitext_with_the_vocabulary_of_gpt2(recipe):
     """Local text and a ready tokenizer; the stock Trainer starts at the same perplexity."""
     options = dict(
         train_file=SHARED_DATA / "wikitext-2" / "validation.txt",
-        validation_file=SHARED_DATA / "wikitext-2" / "test.txt",
-        tokenizer_name=SHARED_DATA / "tokenizers" / "gpt2",
-        max_train_samples=24,
-        max_steps=3,
-        per_device_eval_batch_size=4,
-    )
+        validation_file=SHARED_DATA / "wikitext-2" / "test.txt", tokenizer_name=SHARED_DATA / "tokenizers" / "gpt2",
+        max_train_samples=24, max_steps=3, per_device_eval_batch_size=4,
+    )  # fmt: skip
     printed = recipe.run(**options)
     perplexity = perplexities(printed)
     assert perplexity["after"] < perplexity["before"]

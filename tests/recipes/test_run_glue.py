@@ -97,13 +97,9 @@ def assert_adapters_are_saved(folder: Path, base: Path, accuracy: float) -> None
     names = {name for name, parameter in model.named_parameters() if "lora_B" in name and parameter.abs().max() > 0}
     assert len(names) == 12, "two layers with six projections each were trained"
     batch = tokenizer(
-        [pair[0] for pair in PAIRS],
-        [pair[1] for pair in PAIRS],
-        padding="max_length",
-        truncation=True,
-        max_length=16,
+        [pair[0] for pair in PAIRS], [pair[1] for pair in PAIRS], padding="max_length", truncation=True, max_length=16,
         return_tensors="pt",
-    )
+    )  # fmt: skip
     with torch.no_grad():
         right = model(**batch).logits.argmax(-1) == torch.tensor([pair[2] for pair in PAIRS])
     assert right.float().mean().item() == pytest.approx(accuracy, abs=1e-4)
@@ -160,12 +156,9 @@ def test_step_does_not_depend_on_micro_batches_and_padding(recipe, pairs):
     model = BertForSequenceClassification.from_pretrained(recipe.folder / "start")
     tokenizer = AutoTokenizer.from_pretrained(recipe.folder / "start")
     batch = tokenizer(
-        [pair[0] for pair in PAIRS[:8]],
-        [pair[1] for pair in PAIRS[:8]],
-        padding="max_length",
-        max_length=16,
+        [pair[0] for pair in PAIRS[:8]], [pair[1] for pair in PAIRS[:8]], padding="max_length", max_length=16,
         return_tensors="pt",
-    )
+    )  # fmt: skip
     loss = model(**batch, labels=torch.tensor([pair[2] for pair in PAIRS[:8]])).loss
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -16,11 +16,9 @@ from benchmarks.gpu_suite.runner import RESULTS, run_step
 from benchmarks.gpu_suite.step import STEPS
 
 HEAD = {
-    "hardware": "CPU, 2 cores",
-    "versions": {"torch": "2.13.0"},
-    "commit": "abc",
+    "hardware": "CPU, 2 cores", "versions": {"torch": "2.13.0"}, "commit": "abc",
     "command": "python -m benchmarks.gpu_suite --out x",
-}
+}  # fmt: skip
 
 
 def results(out: Path) -> list[dict]:

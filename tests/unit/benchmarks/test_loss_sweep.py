@@ -12,20 +12,12 @@ import transformers
 from benchmarks.loss_sweep import KEPT, LIMIT, TOLERANCE, tried
 
 SAMPLE = {
-    "GemmaForSequenceClassification": KEPT,
-    "LukeForSequenceClassification": KEPT,
-    "Mistral4ForCausalLM": LIMIT,
-    "FalconMambaForCausalLM": LIMIT,
-    "FSMTForConditionalGeneration": KEPT,
-    "GteForTokenClassification": KEPT,
-    "HunYuanDenseV1ForSequenceClassification": KEPT,
-    "SeedOssForTokenClassification": KEPT,
-    "HyperCLOVAXForCausalLM": LIMIT,
-    "ParakeetForCTC": KEPT,
-    "MusicFlamingoForConditionalGeneration": LIMIT,
-    "Olmo2ForSequenceClassification": KEPT,
-    "T5Gemma2ForConditionalGeneration": LIMIT,
-}
+    "GemmaForSequenceClassification": KEPT, "LukeForSequenceClassification": KEPT, "Mistral4ForCausalLM": LIMIT,
+    "FalconMambaForCausalLM": LIMIT, "FSMTForConditionalGeneration": KEPT, "GteForTokenClassification": KEPT,
+    "HunYuanDenseV1ForSequenceClassification": KEPT, "SeedOssForTokenClassification": KEPT,
+    "HyperCLOVAXForCausalLM": LIMIT, "ParakeetForCTC": KEPT, "MusicFlamingoForConditionalGeneration": LIMIT,
+    "Olmo2ForSequenceClassification": KEPT, "T5Gemma2ForConditionalGeneration": LIMIT,
+}  # fmt: skip
 """The first classes of the sweep's order of which a small model is made, and one with masks by vmap → the outcome."""
 
 

@@ -52,14 +52,9 @@ def test_error_amid_writing_leaves_the_checkpoint_before(tmp_path):
 def test_replaced_checkpoint_leaves_files_that_are_not_its_own(tmp_path):
     folder = small(tmp_path, "state")
     kept = (
-        "log.txt",
-        "plots",
-        "model_best.safetensors",
-        "optimizer_study",
-        "sampler_outputs",
-        "pytorch_model_export",
+        "log.txt", "plots", "model_best.safetensors", "optimizer_study", "sampler_outputs", "pytorch_model_export",
         "model-card.md",
-    )
+    )  # fmt: skip
     for name in kept:
         (folder / name).mkdir() if "." not in name else (folder / name).write_text("a user's")
     for content in ("new", "newer", "newest"):

@@ -143,12 +143,9 @@ def test_plan_passes_every_option_to_the_planner(model, config):
         auto_class="AutoModel",
     )  # fmt: skip
     job = TrainingJob(
-        global_batch_size=96,
-        micro_batch_size=4,
-        precision=Precision.named("bf16"),
-        optimizer=OptimizerSpec(name="sgd", states=0),
-        recompute=True,
-    )
+        global_batch_size=96, micro_batch_size=4, precision=Precision.named("bf16"),
+        optimizer=OptimizerSpec(name="sgd", states=0), recompute=True,
+    )  # fmt: skip
     expected = search(problem(described, hardware, job, hardware.device.memory_bytes, strategy="hsdp")).plan
     assert content["plan"]["fingerprint"] == expected.fingerprint
     assert content["estimated"]["peak_bytes"] + hardware.outside_bytes(expected.communicators) == expected.peak_bytes
@@ -336,13 +333,9 @@ def test_host_of_a_workstation_is_assumed_and_its_memory_given(model):
         is None
     )
     asked = Request.of(
-        model=model,
-        sequence_length=32,
-        global_batch_size=32,
-        device="titan-rtx",
-        devices_per_node=4,
+        model=model, sequence_length=32, global_batch_size=32, device="titan-rtx", devices_per_node=4,
         host_memory="64GiB",
-    )
+    )  # fmt: skip
     host = Case(asked).hardware.host
     assert host.memory_bytes == 16 * 2**30 and host.source.startswith("assumed")
     assert host.to_device_bytes_per_s == pytest.approx(0.83 * 15.75e9), "PCI Express 3.0"

@@ -55,15 +55,8 @@ def test_doctor_makes_every_check_of_a_sound_run(model, tmp_path):
 def test_doctor_reports_all_errors_at_once(model, tmp_path):
     (tmp_path / "file").write_text("")
     wrong = (
-        "--optimizer",
-        "Lomo",
-        "--memory-limit",
-        "25GiB",
-        "--output-dir",
-        tmp_path / "file",
-        "--lora-targets",
-        "x",
-    )
+        "--optimizer", "Lomo", "--memory-limit", "25GiB", "--output-dir", tmp_path / "file", "--lora-targets", "x",
+    )  # fmt: skip
     found = rows(model, "--sequence-length", 65, "--global-batch-size", 33, *DEVICES, *wrong, code=1)
     for name, part in {
         "optimizer": "'lomo' updates while backward runs",

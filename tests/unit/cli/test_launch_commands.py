@@ -44,24 +44,13 @@ def test_config_takes_the_devices_that_are_there(gpus, tmp_path, monkeypatch):
 
 def test_config_of_several_machines_names_the_first_and_takes_flags(tmp_path):
     flags = (
-        "--num-nodes",
-        2,
-        "--devices-per-node",
-        8,
-        "--device",
-        "cuda",
-        "--precision",
-        "fp16",
-        "--memory-limit",
+        "--num-nodes", 2, "--devices-per-node", 8, "--device", "cuda", "--precision", "fp16", "--memory-limit",
         "16GiB",
-    )
+    )  # fmt: skip
     config, shown = written(tmp_path, *flags, "--main-address", "10.0.0.1:1234")
-    assert (config.num_machines, config.num_processes, config.main_process_ip, config.main_process_port) == (
-        2,
-        16,
-        "10.0.0.1",
-        1234,
-    )
+    assert (
+        config.num_machines, config.num_processes, config.main_process_ip, config.main_process_port,
+    ) == (2, 16, "10.0.0.1", 1234)  # fmt: skip
     assert config.mixed_precision == "fp16" and config.fsdp_config["fsdp_sharding_strategy"]["memory_limit"] == "16GiB"
     assert "--machine_rank 0 -m hf_osdp.run" in shown and "--machine_rank 1 on the others" in shown
 

@@ -23,12 +23,8 @@ class Hub(BaseHTTPRequestHandler):
         owner = self.path.split("/")[1]
         gated, unknown = (403, "GatedRepo"), (404, "RepoNotFound")
         known = {
-            "": (200, ""),
-            "real": (200, ""),
-            "closed": gated,
-            "meta-llama": gated,
-            "empty": (404, "EntryNotFound"),
-        }
+            "": (200, ""), "real": (200, ""), "closed": gated, "meta-llama": gated, "empty": (404, "EntryNotFound"),
+        }  # fmt: skip
         status, error = known.get(owner, unknown)
         self.send_response(status)
         length = str(len(CONFIG) if status == 200 else 0)

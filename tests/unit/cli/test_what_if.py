@@ -46,13 +46,10 @@ CONFIGS = {
 
 
 GROWTHS = {
-    "in proportion": lambda size: size,
-    "slowly above much": lambda size: 10_000 + size,
-    "by its square": lambda size: size**2 + 5 * size,
-    "by its root": lambda size: size**0.5,
-    "in pages": lambda size: size // 100 * 100,
-    "as all or nothing": lambda size: 0,
-}
+    "in proportion": lambda size: size, "slowly above much": lambda size: 10_000 + size,
+    "by its square": lambda size: size**2 + 5 * size, "by its root": lambda size: size**0.5,
+    "in pages": lambda size: size // 100 * 100, "as all or nothing": lambda size: 0,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("growth", GROWTHS)

@@ -72,13 +72,9 @@ def test_trainer_resumes_in_any_number_of_slices(tmp_path, slices):
 
 def test_best_checkpoint_stays_and_is_loaded(tmp_path):
     trainer = planned(
-        tmp_path,
-        save_total_limit=2,
-        eval_strategy="steps",
-        eval_steps=1,
-        load_best_model_at_end=True,
+        tmp_path, save_total_limit=2, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True,
         greater_is_better=True,
-    )
+    )  # fmt: skip
     weights = {}
     trainer.add_callback(_Weights(trainer, weights))
     trainer.train()  # the loss falls: the first is the best of a metric that should be high

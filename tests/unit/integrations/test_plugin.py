@@ -97,16 +97,8 @@ def test_plugin_refuses_what_the_plan_decides_or_contradicts(options, remedy):
 
 def test_plugin_accepts_the_defaults_that_the_launcher_exports(monkeypatch):
     flags = [
-        "--use_fsdp",
-        "--fsdp_version",
-        "2",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-        "--mixed_precision",
-        "no",
-    ]
+        "--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no",
+    ]  # fmt: skip
     args = launch_command_parser().parse_args([*flags, "--dynamo_backend", "no", "train.py"])
     for name, value in prepare_multi_gpu_env(args).items():
         if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP")):
@@ -169,9 +161,7 @@ ON, OFF = "{'osdp': True, 'memory_limit': '1GiB'}", "{'osdp': False, 'memory_lim
         (False, None, ON, None),
         ({"strategy": "ddp"}, None, ON, {"strategy": "ddp", "memory_limit": "1GiB"}),
         (
-            OSDPConfig(memory_limit="2GiB"),
-            None,
-            "{'osdp': True, 'strategy': 'ddp'}",
+            OSDPConfig(memory_limit="2GiB"), None, "{'osdp': True, 'strategy': 'ddp'}",
             {"memory_limit": "2GiB", "strategy": "ddp"},
         ),
         ({"strategy": "osdp"}, None, "{'osdp': True, 'strategy': 'ddp'}", {}),
@@ -180,7 +170,7 @@ ON, OFF = "{'osdp': True, 'memory_limit': '1GiB'}", "{'osdp': False, 'memory_lim
         (None, {"osdp": {"strategy": "hsdp"}}, ON, {"strategy": "hsdp", "memory_limit": "1GiB"}),
         (None, {"osdp": False}, ON, None),
     ],
-)
+)  # fmt: skip
 def test_requested_config_merges_argument_fsdp_config_and_launcher(
     tmp_path, monkeypatch, asked, fsdp_config, launched, expected
 ):
@@ -257,11 +247,9 @@ def test_steps_of_training_come_from_arguments_or_data(dataset, changes, steps, 
 def test_plan_replaces_auto_find_batch_size_in_a_copy(tmp_path):
     asked = arguments(tmp_path, auto_find_batch_size=True, per_device_train_batch_size=8)
     trainer = Trainer(
-        model=tiny_model("gpt2", layers=1),
-        args=asked,
-        train_dataset=DATA,
+        model=tiny_model("gpt2", layers=1), args=asked, train_dataset=DATA,
         osdp={"hardware": "cpu", "memory_limit": "1GiB"},
-    )
+    )  # fmt: skip
     assert trainer.args.auto_find_batch_size is False and asked.auto_find_batch_size is True
     assert trainer.args.per_device_train_batch_size == trainer.plan.micro_batch_size
     assert trainer.plan.global_batch_size == 8

@@ -28,12 +28,8 @@ from hf_osdp import InfeasibleError, OSDPConfig, with_osdp
 from tests.helpers.sampling import slow_but
 
 SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "vocab_size": 64,
-}
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64,
+}  # fmt: skip
 CONFIG = OSDPConfig(hardware="cpu", compare=False, operator_splitting=False)
 LIMIT = "1536KiB"
 """Less than 16 samples of 32 tokens need, and more than 4."""
@@ -41,12 +37,9 @@ LIMIT = "1536KiB"
 
 def arguments(tmp_path, **options):
     given = {
-        "per_device_train_batch_size": 2,
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
+        "per_device_train_batch_size": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True,
         "save_strategy": "no",
-    }
+    }  # fmt: skip
     return TrainingArguments(output_dir=str(tmp_path / "out"), **{**given, **options})
 
 

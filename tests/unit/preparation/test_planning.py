@@ -105,9 +105,7 @@ def test_given_plan_for_another_run_is_refused(model, given, changes, options, p
     ("changes", "options", "error", "part"),
     [
         (
-            {},
-            {"hardware": "cpu", "memory_limit": "900TiB"},
-            ValueError,
+            {}, {"hardware": "cpu", "memory_limit": "900TiB"}, ValueError,
             r"'900TiB' is more than the .* of .*use at most \d+MiB",
         ),
         ({}, {"memory_limit": "900TiB"}, ValueError, "memory_limit='900TiB' is more than the"),
@@ -115,13 +113,11 @@ def test_given_plan_for_another_run_is_refused(model, given, changes, options, p
         ({"precision": BF16}, {"recalibrate": True}, ValueError, "cannot try bfloat16"),
         ({"device_type": "cuda"}, {"host_offload": True}, HardwareError, "is not known; leave hardware out"),
         (
-            {},
-            {"profile": Profile(hardware=preset("cpu", devices_per_node=2))},
-            ValueError,
+            {}, {"profile": Profile(hardware=preset("cpu", devices_per_node=2))}, ValueError,
             "has 2 devices, but 1 processes",
         ),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_run_is_refused_in_one_line(model, changes, options, error, part):
     with pytest.raises(error, match=part) as caught:
         planned(model, known=changes, **options)

@@ -65,12 +65,9 @@ def test_model_checks_find_nothing_in_sound_models(name):
 def test_unit_around_all_blocks_is_named_with_repeated_classes():
     units = find_units(tiny_model("gpt2"), ["GPT2Model"])
     assert_found(
-        preflight.whole_in_one_unit(units),
-        Severity.WARNING,
-        "transformer (GPT2Model)",
-        "all 4 of transformer.h",
+        preflight.whole_in_one_unit(units), Severity.WARNING, "transformer (GPT2Model)", "all 4 of transformer.h",
         "block_classes",
-    )
+    )  # fmt: skip
     assert preflight.whole_in_one_unit(find_units(tiny_model("gpt2", layers=1), ["GPT2Block"])) is None
     unused = preflight.unused_block_classes(["GPT2Block", "BertLayer"], ["GPT2Block"])
     assert_found(unused, Severity.NOTE, "BertLayer", "units are GPT2Block")
@@ -103,11 +100,9 @@ def test_half_precision_without_masters_is_a_warning(dtype, name):
     model = tiny_model("gpt2", dtype=dtype)
     units = find_units(model)
     assert_found(
-        preflight.no_masters(units, Precision()),
-        Severity.WARNING,
-        str(dtype).removeprefix("torch."),
+        preflight.no_masters(units, Precision()), Severity.WARNING, str(dtype).removeprefix("torch."),
         f"mixed_precision={name}",
-    )
+    )  # fmt: skip
     assert preflight.no_masters(units, Precision.named(name)) is None
     assert preflight.no_masters(find_units(model.requires_grad_(False)), Precision()) is None
 
@@ -159,22 +154,18 @@ def test_fixed_segments_are_told_where_the_margin_is_small(monkeypatch):
     ("memory", "needed", "severity", "part"),
     [
         (
-            {"free": 20, "own": 5},
-            30,
-            Severity.ERROR,
+            {"free": 20, "own": 5}, 30, Severity.ERROR,
             "The plan needs 30.0 GiB on GPU 0, but 25.0 GiB of 80.0 GiB are available now",
         ),
         (
-            {"free": 20, "name": "cpu", "sharing": 4},
-            6,
-            Severity.WARNING,
+            {"free": 20, "name": "cpu", "sharing": 4}, 6, Severity.WARNING,
             "The plan's 4 ranks here need 24.0 GiB on cpu",
         ),
         ({"free": 20, "name": "cpu", "sharing": 4}, 5, None, ""),
         ({"free": 60}, 30, Severity.WARNING, "20.0 GiB of GPU 0 are held outside"),
         ({"free": 77, "own": 1}, 30, None, ""),
     ],
-)
+)  # fmt: skip
 def test_memory_that_is_missing_or_held_by_others_is_found(memory, needed, severity, part):
     free, own = memory.pop("free") * GIB, memory.pop("own", 0) * GIB
     now = DeviceMemory(**{"name": "GPU 0", **memory}, total_bytes=80 * GIB, free_bytes=free, own_bytes=own)

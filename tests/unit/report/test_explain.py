@@ -94,12 +94,9 @@ BINDING = {
     BottleneckKind.BATCH: (best, HARDWARE, JOB, lambda: best(job=replace(JOB, global_batch_size=128))),
     BottleneckKind.MICRO_BATCH: (lambda: best(job=ONE_SAMPLE), HARDWARE, ONE_SAMPLE, best),
     BottleneckKind.NOTHING: (
-        lambda: best(ALONE, ALONE_JOB, 2**50),
-        ALONE,
-        ALONE_JOB,
-        lambda: best(ALONE, ALONE_JOB, 2**50),
+        lambda: best(ALONE, ALONE_JOB, 2**50), ALONE, ALONE_JOB, lambda: best(ALONE, ALONE_JOB, 2**50),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", BottleneckKind)

@@ -32,12 +32,9 @@ INPUTS = PlanInputs(description=MODEL, job=JOB, hardware=HARDWARE)
 
 def report(*, hardware=HARDWARE, compared: bool = False) -> dict:
     return report_content(
-        PLAN,
-        replace(INPUTS, hardware=hardware),
-        estimate_plan(PLAN, MODEL, JOB, hardware),
-        planning_s=0.125,
+        PLAN, replace(INPUTS, hardware=hardware), estimate_plan(PLAN, MODEL, JOB, hardware), planning_s=0.125,
         comparison=list(compare_strategies(problem(MODEL, HARDWARE, JOB, LIMIT))) if compared else None,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("hardware", [HARDWARE, None], ids=["hardware", "none"])
@@ -66,13 +63,10 @@ def test_report_gives_the_estimate_in_parts():
     assert content["hardware"]["source"] == HARDWARE.device.source
     assert content["hardware"]["collectives"] == [
         {
-            "collective": "all_reduce",
-            "group_size": 4,
-            "latency_s": 1e-3,
-            "seconds_per_byte": 1e-9,
+            "collective": "all_reduce", "group_size": 4, "latency_s": 1e-3, "seconds_per_byte": 1e-9,
             "crosses_nodes": False,
-        }
-    ]
+        },
+    ]  # fmt: skip
     assert content["hardware"]["flops_per_s"]["float32"] == HARDWARE.device.flops_per_s["float32"]
     assert set(content["versions"]) == {"python", "hf_osdp", "torch", "accelerate", "transformers"}
     assert content["versions"]["torch"][0].isdigit() and content["date"].endswith("+00:00")

@@ -286,13 +286,9 @@ def test_trials_table_has_a_line_for_each_round(peak, extra, fits, runs, said):
     estimated, measured = {"peak_bytes": 2**20, "step_s": 0.5}, {"peak_bytes": peak, "median_step_s": None}
     correction = {"extra_bytes": extra, "compute_factor": 1.5}
     past = {
-        "plan": "abc",
-        "estimated": estimated,
-        "measured": measured,
-        "correction": correction,
-        "fits": fits,
+        "plan": "abc", "estimated": estimated, "measured": measured, "correction": correction, "fits": fits,
         "runs": runs,
-    }
+    }  # fmt: skip
     lines = rendered(trials_table([past, past]))
     assert_whole(lines)
     assert [" ".join(line.split()) for line in lines if "abc" in line] == [f"1 abc {said}", f"2 abc {said}"]
