@@ -27,38 +27,34 @@ def results(out: Path) -> list[dict]:
 
 def test_the_documentation_has_every_step():
     text = (Path(__file__).parents[3] / "docs" / "gpu.md").read_text(encoding="utf-8")
-    assert [line for line in text.splitlines() if line.startswith("| `")] == [
-        f"| `{s.name}` | {s.proves} |" for s in STEPS.values()
-    ]
+    rows = [f"| `{step.name}` | {step.proves} |" for step in STEPS.values()]
+    assert [line for line in text.splitlines() if line.startswith("| `")] == rows
 
 
 @pytest.fixture
 def child(monkeypatch):
-    """A step's process that runs these lines of Python."""
+    """A step's process that writes a row, says something, and runs these lines of Python."""
+    popen, found = runner.subprocess.Popen, json.dumps({"row": {"a": "1"}})
+    finds = f"import sys; open(sys.argv[5] + '/found.jsonl', 'w').write({found!r}); print('said', flush=True); "
 
     def of(code: str) -> None:
-        popen = runner.subprocess.Popen
-        monkeypatch.setattr(
-            runner.subprocess,
-            "Popen",
-            lambda command, **options: popen([command[0], "-c", code, *command[3:]], **options),
-        )
+        def started(command, **options):
+            return popen([command[0], "-c", finds + code, *command[3:]], **options)
+
+        monkeypatch.setattr(runner.subprocess, "Popen", started)
 
     return of
 
 
-FINDS = "import json, sys; open(sys.argv[5] + '/found.jsonl', 'w').write(json.dumps({'row': {'a': '1'}}) + '\\n'); print('said', flush=True); "  # noqa: E501
-
-
 def test_failed_step_keeps_what_it_found_and_last_lines(child, tmp_path):
-    child(FINDS + "raise SystemExit(7)")
+    child("raise SystemExit(7)")
     one = run_step(STEPS["clock"], tmp_path, rehearses="cpu")
     assert (one["status"], one["rows"], one["tail"]) == ("failed", [{"a": "1"}], ["said"])
     assert "said" in page(records_of([tmp_path]), [HEAD]).split("```text")[1]
 
 
 def test_a_step_that_takes_too_long_is_ended(child, tmp_path):
-    child(FINDS + "import time; time.sleep(60)")
+    child("import time; time.sleep(60)")
     began = time.monotonic()
     one = run_step(replace(STEPS["clock"], limit_s=1.0), tmp_path, rehearses="", limit_s=1e6)
     assert time.monotonic() - began < 20

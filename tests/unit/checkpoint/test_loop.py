@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -36,10 +37,8 @@ def test_shards_are_written_while_training_goes_on(tmp_path):
 def test_failure_in_the_background_is_raised_once_by_wait(tmp_path, monkeypatch):
     writer = CheckpointWriter(in_background=True)
     small(tmp_path)
-    monkeypatch.setattr(
-        "hf_osdp.checkpoint.writer.complete",
-        lambda *args, **kwargs: (_ for _ in ()).throw(OSError(28, "No space left")),
-    )
+    full = Mock(side_effect=OSError(28, "No space left"))
+    monkeypatch.setattr("hf_osdp.checkpoint.writer.complete", full)
     with writer.new(tmp_path / "checkpoint-2"):
         pass
     with pytest.raises(CheckpointError, match=r"could not be written on rank 0 \(OSError: .* No space left\)"):

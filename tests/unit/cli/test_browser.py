@@ -27,10 +27,8 @@ if find_spec("gradio") is None:  # which takes seconds to import
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright reads the page")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SHAPE = {"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 4, "vocab_size": 500, "n_positions": 64}
-QUESTION = Question(
-    model="", config=json.dumps(SHAPE), device="a100-40", devices_per_node=4, sequence_length=32, global_batch_size=32,
-    memory_limit="30GiB"
-)  # fmt: skip
+SIZES = {"device": "a100-40", "devices_per_node": 4, "sequence_length": 32, "global_batch_size": 32}
+QUESTION = Question(model="", config=json.dumps(SHAPE), memory_limit="30GiB", **SIZES)
 PATIENCE_MS = 60_000
 
 
@@ -39,9 +37,8 @@ def address():
     """Where `hf-osdp app` serves the page."""
     port = free_port()
     command = [sys.executable, "-m", "hf_osdp", "app", "--port", port]
-    with subprocess.Popen(
-        command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as server:
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment(), **streams) as server:
         try:
             for _ in range(240):
                 try:
@@ -136,25 +133,18 @@ def test_page_answers_three_questions(address, browser, tmp_path):
 
 @pytest.fixture
 def answered(address, browser):
-    """Opens the page in a window of a size; returns it with the answer to QUESTION."""
-    pages = []
-
-    def at(width: int, height: int):
-        page = browser.new_page(viewport={"width": width, "height": height})
-        pages.append(page)
-        page.goto(address + QUESTION.link)
-        page.wait_for_selector("#comparison table", timeout=PATIENCE_MS)
-        return page
-
-    yield at
-    for page in pages:
-        page.close()
+    """The page with the answer to QUESTION."""
+    page = browser.new_page(viewport={"width": 1280, "height": 800})
+    page.goto(address + QUESTION.link)
+    page.wait_for_selector("#comparison table", timeout=PATIENCE_MS)
+    yield page
+    page.close()
 
 
 @pytest.mark.slow
 def test_numbers_that_are_not_whole_are_named_and_enter_plans(answered):
-    page, expect = answered(1280, 800), playwright.expect
-    count = page.locator("#devices_per_node input")
+    page, expect = answered, playwright.expect
+    count, command = page.locator("#devices_per_node input"), page.locator("#command textarea")
     for number, said in (("2.5", '"Devices in each" 2.5 is not a whole number'), ("", '"Devices in each" is empty')):
         count.fill(number)
         count.press("Enter")
@@ -164,16 +154,14 @@ def test_numbers_that_are_not_whole_are_named_and_enter_plans(answered):
     count.press("ArrowUp")
     assert count.input_value() == "8"
     count.press("Enter")
-    expect(page.locator("#command textarea")).to_have_value(
-        replace(QUESTION, devices_per_node=8).command, timeout=PATIENCE_MS
-    )
     asked = replace(QUESTION, devices_per_node=8)
+    expect(command).to_have_value(asked.command, timeout=PATIENCE_MS)
     for name, value in (("memory_limit", "20GiB"), ("device", "a100-80")):
         field = page.locator(f"#{name} :is(input, textarea)")
         field.fill(value)
         field.press("Enter")
         asked = replace(asked, **{name: value})
-        expect(page.locator("#command textarea")).to_have_value(asked.command, timeout=PATIENCE_MS)
+        expect(command).to_have_value(asked.command, timeout=PATIENCE_MS)
 
 
 @pytest.mark.slow
@@ -199,7 +187,7 @@ def test_pasted_configuration_and_chosen_model_replace_each_other(address, brows
 
 @pytest.mark.slow
 def test_what_if_follows_keys(answered):
-    page, expect = answered(1280, 800), playwright.expect
+    page, expect = answered, playwright.expect
     slider, number = page.locator("#limit input[type=range]"), page.locator("#limit input[type=number]")
     for field, keys, limit in ((slider, ["ArrowLeft"] * 3, 27), (number, ["ArrowDown"], 26), (number, ["Enter"], 20)):
         if keys == ["Enter"]:

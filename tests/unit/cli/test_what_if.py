@@ -1,4 +1,4 @@
-"""What-if questions: changed problems, configurations made longer, and the bisection for the largest size."""
+"""What-if questions: changed problems, longer configurations, and the bisection for the largest size."""
 
 from __future__ import annotations
 
@@ -13,15 +13,7 @@ from hf_osdp.cli import what_if
 from hf_osdp.cli.cases import Case
 from hf_osdp.cli.options import Request
 from hf_osdp.cli.output import Output
-from hf_osdp.cli.what_if import (
-    OtherLengths,
-    answered,
-    largest,
-    needed_bytes,
-    one_more_device,
-    position_names,
-    with_positions,
-)
+from hf_osdp.cli.what_if import OtherLengths, answered, largest, needed_bytes, one_more_device
 from hf_osdp.planner.hardware import Collective, CollectiveTiming
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem, Strategy
@@ -133,16 +125,15 @@ def test_rows_appear_as_they_are_found(capsys):
 
 def test_with_positions_raises_and_never_lowers():
     config = CONFIGS["gpt2"]
-    assert position_names(config) == ("n_positions",)
-    assert with_positions(config, 64).n_positions == 64
-    assert with_positions(config, 8).n_positions == 16 == config.n_positions
+    assert what_if.position_names(config) == ("n_positions",)
+    assert what_if.with_positions(config, 64).n_positions == 64
+    assert what_if.with_positions(config, 8).n_positions == 16 == config.n_positions
 
 
 def lengths_of(config) -> tuple[OtherLengths, PlanningProblem]:
     """The questions of one model on one device, described at 16 tokens."""
-    case = Case(
-        Request.of(model="none", sequence_length=16, global_batch_size=2, device="titan-rtx", memory_limit="1GiB")
-    )
+    sizes = {"sequence_length": 16, "global_batch_size": 2, "device": "titan-rtx", "memory_limit": "1GiB"}
+    case = Case(Request.of(model="none", **sizes))
     case.model_config = config
     return OtherLengths(case), case.found.problem
 

@@ -1,6 +1,4 @@
-"""Each process takes a GPU of its own, and segments that expand where nobody has said otherwise; torch.cuda is
-played.
-"""
+"""Each process takes a GPU of its own, and segments that expand where nobody has said otherwise (CUDA is played)."""
 
 from __future__ import annotations
 
@@ -27,12 +25,11 @@ class Gpus:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, self.current = 1, 0
+        properties = SimpleNamespace(name="GPU", total_memory=2**30)
         for name, played in {
             "is_available": lambda: True, "device_count": lambda: self.count, "current_device": lambda: self.current,
-            "set_device": self.set, "mem_get_info": lambda device: (2**30, 2**30),
-            "get_device_name": lambda device: "GPU",
-            "memory_reserved": lambda device: 0, "get_device_properties": lambda device: SimpleNamespace(name="GPU",
-                                                                                                         total_memory=2**30),
+            "set_device": self.set, "mem_get_info": lambda device: (2**30, 2**30), "memory_reserved": lambda device: 0,
+            "get_device_name": lambda device: "GPU", "get_device_properties": lambda device: properties,
         }.items():  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, played)
 
@@ -68,8 +65,7 @@ def form(monkeypatch):
     ("count", "current", "local_rank", "has_group", "expected"),
     [
         (8, 0, "3", False, 3), (1, 0, "3", False, 0), (8, 5, "3", False, 5), (8, 2, None, False, 2),
-        (8, 0, None, False, 0),
-        (8, 0, "3", True, 0), (8, 2, "3", True, 2),
+        (8, 0, None, False, 0), (8, 0, "3", True, 0), (8, 2, "3", True, 2),
     ],
 )  # fmt: skip
 def test_own_gpu_without_group_is_that_of_local_rank(
@@ -140,28 +136,22 @@ def test_expandable_segments_leave_choice_of_user(calls, monkeypatch, settings):
     calls.append(settings)  # as a call would set it
     prefer_expandable_segments()
     assert calls == [settings]
+    calls.clear()
+    monkeypatch.setattr(torch.version, "cuda", None)
+    prefer_expandable_segments()
+    assert not calls
 
 
 @pytest.mark.parametrize(
     ("settings", "fixed"),
-    [
-        ("", True),
-        ("expandable_segments:False", True),
-        ("expandable_segments:True", False),
-        ("backend:cudaMallocAsync", False),
-    ],
-)
+    [("", True), ("expandable_segments:False", True), ("expandable_segments:True", False),
+     ("backend:cudaMallocAsync", False)],
+)  # fmt: skip
 def test_segments_are_fixed_where_native_allocator_cannot_expand_them(calls, monkeypatch, settings, fixed):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
     assert has_fixed_segments() is fixed
     prefer_expandable_segments()
     assert has_fixed_segments() is (settings == "expandable_segments:False")
-
-
-def test_expandable_segments_leave_torch_without_cuda(calls, monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", None)
-    prefer_expandable_segments()
-    assert not calls
 
 
 @pytest.mark.parametrize(("segments", "fixed"), [([], False), ([True], False), ([False, True], True)])

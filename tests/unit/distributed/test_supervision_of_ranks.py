@@ -20,9 +20,8 @@ from hf_osdp.errors import HardwareError, LaunchError
 
 
 def report(rank: int, *, ranks: int = 2, host: str = "a", token: str = "", torch: str = "2.13") -> RankReport:
-    return RankReport(
-        rank=rank, host=host, ranks=ranks, process=rank, token=token or f"{rank}-{host}", versions={"torch": torch}
-    )
+    of = {"rank": rank, "host": host, "ranks": ranks, "process": rank, "token": token or f"{rank}-{host}"}
+    return RankReport(**of, versions={"torch": torch})
 
 
 @pytest.fixture
@@ -35,9 +34,9 @@ def start(store: TCPStore, *mine: RankReport, limit_s: float = 5.0) -> list[obje
     found: list[object] = [None] * len(mine)
 
     def one(number: int) -> None:
-        own = (
-            store if number == 0 else TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=20))
-        )
+        own = store
+        if number:
+            own = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=20))
         act = _collect if mine[number]["rank"] == 0 else _report
         try:
             found[number] = act(own, mine[number], limit_s)
@@ -87,9 +86,8 @@ def test_check_names_rank_of_another_world(store, monkeypatch):
 def test_refusal_names_versions_ranks_and_hosts():
     line = refusal([report(0), report(1, host="b", torch="2.11"), report(2, host="b", torch="2.11")], waited_s=1)
     assert line.startswith("Ranks run different versions: torch is 2.13 on rank 0 (a), 2.11 on ranks 1-2 (b).")
-    assert "the number of ranks is 2 on rank 0 (a), 3 on rank 2 (b)" in refusal(
-        [report(0), report(2, host="b", ranks=3)], waited_s=1
-    )
+    line = refusal([report(0), report(2, host="b", ranks=3)], waited_s=1)
+    assert "the number of ranks is 2 on rank 0 (a), 3 on rank 2 (b)" in line
 
 
 def test_differences_names_values_and_ranks():

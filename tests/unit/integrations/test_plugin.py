@@ -36,6 +36,8 @@ from hf_osdp.tracing.describe import describe
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_model
 
+ON, OFF = "{'osdp': True, 'memory_limit': '1GiB'}", "{'osdp': False, 'memory_limit': '1GiB'}"
+DDP = "{'osdp': True, 'strategy': 'ddp'}"
 DATA = [{"input_ids": torch.arange(12), "labels": torch.arange(12)}] * 8
 
 
@@ -48,14 +50,11 @@ def clean_environment(monkeypatch):
         monkeypatch.delenv(name)
 
 
-def launch(monkeypatch, strategy: str | None = "{'osdp': True, 'memory_limit': '1GiB'}") -> None:
-    for name, value in {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2",
-        "FSDP_SHARDING_STRATEGY": strategy,
-    }.items():
-        if strategy is not None:
+def launch(monkeypatch, strategy: str | None = ON) -> None:
+    if strategy is not None:
+        for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items():
             monkeypatch.setenv(name, value)
+        monkeypatch.setenv("FSDP_SHARDING_STRATEGY", strategy)
 
 
 def arguments(tmp_path, **options) -> TrainingArguments:
@@ -71,9 +70,8 @@ def test_plugin_is_fsdp2_with_float32_reduction():
     assert "FULL" in str(plugin.state_dict_type)
     assert "SHARDED" in str(OSDPPlugin(osdp={"async_save": True}).state_dict_type)
     plugin.set_mixed_precision("bf16")
-    assert plugin.mixed_precision_policy == MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-    )
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    assert plugin.mixed_precision_policy == policy
 
 
 @pytest.mark.parametrize(
@@ -83,10 +81,7 @@ def test_plugin_is_fsdp2_with_float32_reduction():
         ({"ignored_modules": "x"}, "OSDPConfig(block_classes"),
         ({"limit_all_gathers": False}, "leave it out"),
         ({"transformer_cls_names_to_wrap": ["BertLayer"]}, "OSDPConfig(block_classes"),
-        (
-            {"state_dict_type": "FULL_STATE_DICT", "osdp": {"async_save": True}},
-            "async_save=True writes shards while training continues",
-        ),
+        ({"state_dict_type": "FULL_STATE_DICT", "osdp": {"async_save": True}}, "async_save=True writes shards while"),
     ],
 )
 def test_plugin_refuses_what_the_plan_decides_or_contradicts(options, remedy):
@@ -96,14 +91,12 @@ def test_plugin_refuses_what_the_plan_decides_or_contradicts(options, remedy):
 
 
 def test_plugin_accepts_the_defaults_that_the_launcher_exports(monkeypatch):
-    flags = [
-        "--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no",
-    ]  # fmt: skip
-    args = launch_command_parser().parse_args([*flags, "--dynamo_backend", "no", "train.py"])
+    flags = "--use_fsdp --fsdp_version 2 --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
+    args = launch_command_parser().parse_args([*flags.split(), "train.py"])
     for name, value in prepare_multi_gpu_env(args).items():
         if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP")):
             monkeypatch.setenv(name, value)
-    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "{'osdp': True, 'memory_limit': '1GiB'}")
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", ON)
     assert OSDPPlugin().osdp == OSDPConfig(memory_limit="1GiB")
 
 
@@ -135,7 +128,7 @@ def test_plugin_for_takes_either_name_and_one_of_them(monkeypatch):
         plugin_for(None, plugin, plugin)
     with pytest.raises(ValueError, match="Both osdp and osdp_plugin"):
         plugin_for(OSDPConfig(), plugin, None)
-    launch(monkeypatch, "{'osdp': False, 'memory_limit': '1GiB'}")
+    launch(monkeypatch, OFF)
     with pytest.raises(ValueError, match=r"osdp: false.*use accelerate's Accelerator"):
         plugin_for(None, None, None)
     assert plugin_for({"strategy": "ddp"}, None, None).osdp == OSDPConfig(strategy="ddp", memory_limit="1GiB")
@@ -149,8 +142,6 @@ def test_precision_is_that_of_the_name_or_of_the_policy():
 
 # ---- the Trainer's arguments
 
-ON, OFF = "{'osdp': True, 'memory_limit': '1GiB'}", "{'osdp': False, 'memory_limit': '1GiB'}"
-
 
 @pytest.mark.parametrize(
     ("asked", "fsdp_config", "launched", "expected"),
@@ -160,11 +151,8 @@ ON, OFF = "{'osdp': True, 'memory_limit': '1GiB'}", "{'osdp': False, 'memory_lim
         (None, None, ON, {"memory_limit": "1GiB"}),
         (False, None, ON, None),
         ({"strategy": "ddp"}, None, ON, {"strategy": "ddp", "memory_limit": "1GiB"}),
-        (
-            OSDPConfig(memory_limit="2GiB"), None, "{'osdp': True, 'strategy': 'ddp'}",
-            {"memory_limit": "2GiB", "strategy": "ddp"},
-        ),
-        ({"strategy": "osdp"}, None, "{'osdp': True, 'strategy': 'ddp'}", {}),
+        (OSDPConfig(memory_limit="2GiB"), None, DDP, {"memory_limit": "2GiB", "strategy": "ddp"}),
+        ({"strategy": "osdp"}, None, DDP, {}),
         (None, None, OFF, None),
         (True, None, OFF, {"memory_limit": "1GiB"}),
         (None, {"osdp": {"strategy": "hsdp"}}, ON, {"strategy": "hsdp", "memory_limit": "1GiB"}),
@@ -246,10 +234,8 @@ def test_steps_of_training_come_from_arguments_or_data(dataset, changes, steps, 
 
 def test_plan_replaces_auto_find_batch_size_in_a_copy(tmp_path):
     asked = arguments(tmp_path, auto_find_batch_size=True, per_device_train_batch_size=8)
-    trainer = Trainer(
-        model=tiny_model("gpt2", layers=1), args=asked, train_dataset=DATA,
-        osdp={"hardware": "cpu", "memory_limit": "1GiB"},
-    )  # fmt: skip
+    osdp = {"hardware": "cpu", "memory_limit": "1GiB"}
+    trainer = Trainer(model=tiny_model("gpt2", layers=1), args=asked, train_dataset=DATA, osdp=osdp)
     assert trainer.args.auto_find_batch_size is False and asked.auto_find_batch_size is True
     assert trainer.args.per_device_train_batch_size == trainer.plan.micro_batch_size
     assert trainer.plan.global_batch_size == 8
@@ -257,24 +243,18 @@ def test_plan_replaces_auto_find_batch_size_in_a_copy(tmp_path):
 
 def test_one_process_runs_what_its_plan_says(tmp_path):
     model = tiny_model("llama", layers=2)
-    description = describe(
-        model, sequence_length=12, split=ModelSplit(sliced=(OperatorSplit(fqn="lm_head", slices=3),)),
-        partial_recomputation=False,
-    )  # fmt: skip
-    activations = [
-        Activations.RECOMPUTE if i in description.recomputable else Activations.SAVE
-        for i in range(len(description.units))
-    ]
-    layouts = [UnitLayout(shard_size=1, reshard_after_forward=False, activations=each) for each in activations]
+    split = ModelSplit(sliced=(OperatorSplit(fqn="lm_head", slices=3),))
+    description = describe(model, sequence_length=12, split=split, partial_recomputation=False)
+    ways = [Activations.SAVE, Activations.RECOMPUTE]
+    of = [ways[i in description.recomputable] for i in range(len(description.units))]
+    layouts = [UnitLayout(shard_size=1, reshard_after_forward=False, activations=each) for each in of]
     plan = Plan.of(description, layouts, Batch(micro_batch_size=4, accumulation_steps=2), world_size=1)
     args = arguments(tmp_path, per_device_train_batch_size=8, max_steps=1, logging_steps=1, save_strategy="no")
     before = model.lm_head.weight.detach().clone()
     Trainer(model=model, args=args, train_dataset=DATA, osdp=OSDPConfig(plan=plan)).train()
     assert all(recomputation_of(layer) for layer in model.model.layers)
     assert is_split(model)
-    assert not torch.equal(model.state_dict()["lm_head.weight"], before), (
-        "the optimizer trains what the model computes with"
-    )
+    assert not torch.equal(model.state_dict()["lm_head.weight"], before), "the optimizer trains what is computed with"
 
 
 def test_trainer_refuses_model_init_and_recompute_false_beside_gradient_checkpointing(tmp_path):
@@ -327,15 +307,11 @@ def test_plugins_activation_checkpointing_recomputes_own_blocks_with_same_dropou
     torch.manual_seed(0)
     plain = Stack()
     model = copy.deepcopy(plain)
-    osdp = OSDPConfig(
-        hardware="cpu", compare=False, block_classes="Dropping",
-        inputs=lambda samples: {"features": torch.ones(samples, 8)},
-        sequence_length=1, global_batch_size=4, micro_batch_size=4,
-    )  # fmt: skip
+    sizes = {"sequence_length": 1, "global_batch_size": 4, "micro_batch_size": 4}
+    given = {"block_classes": "Dropping", "inputs": lambda samples: {"features": torch.ones(samples, 8)}}
+    osdp = OSDPConfig(hardware="cpu", compare=False, **sizes, **given)
     accelerator = OSDPAccelerator(osdp_plugin=OSDPPlugin(osdp=osdp, activation_checkpointing=True), cpu=True)
     model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     expected = gradients(plain)
     assert Dropping.calls == 0
-    assert all(map(torch.equal, gradients(model), expected)) and Dropping.calls == 2, (
-        "each block runs again in backward"
-    )
+    assert all(map(torch.equal, gradients(model), expected)) and Dropping.calls == 2, "again in backward"

@@ -1,6 +1,4 @@
-"""Trainers of others under a plan: how classes are put together, which loss is planned for, and what stays as it
-is.
-"""
+"""Trainers of others under a plan: how classes are put together, which loss is planned for, what stays as it is."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ from hf_osdp.planner.presets import preset
 
 
 class Scaled(transformers.Trainer):
-    """Has a constructor of its own, which knows nothing of a plan, and changes the model after the stock one has
-    ended.
-    """
+    """Has a constructor that knows nothing of a plan, and changes the model after the stock one has ended."""
 
     def __init__(self, model, args, scale, **kwargs):
         super().__init__(model=model, args=args, **kwargs)
@@ -49,9 +45,8 @@ def rows():
 
 
 def arguments(tmp_path, **options):
-    return TrainingArguments(
-        output_dir=str(tmp_path / "out"), use_cpu=True, per_device_train_batch_size=2, report_to=[], **options
-    )
+    small = {"use_cpu": True, "per_device_train_batch_size": 2, "report_to": []}
+    return TrainingArguments(output_dir=str(tmp_path / "out"), **small, **options)
 
 
 CONFIG = OSDPConfig(hardware=preset("cpu"), compare=False)
@@ -77,16 +72,13 @@ def test_osdp_is_an_option_of_subclasses_unaware_of_it(tmp_path):
     assert "scale" in inspect.signature(with_osdp(Scaled).__init__).parameters
 
 
-def test_subclass_with_our_trainer_first_is_refused_by_name():
-    with pytest.raises(TypeError, match="Wrong lists hf_osdp's Trainer before Scaled"):
-        type("Wrong", (hf_osdp.Trainer, Scaled), {})
-
-
 def test_with_osdp_keeps_known_classes_and_refuses_others():
     assert with_osdp(transformers.Trainer) is hf_osdp.Trainer and with_osdp(hf_osdp.Trainer) is hf_osdp.Trainer
     assert issubclass(with_osdp(Seq2SeqTrainer), Seq2SeqTrainer)
     with pytest.raises(ValueError, match=r"with_osdp needs a subclass of transformers\.Trainer"):
         with_osdp(dict)
+    with pytest.raises(TypeError, match="Wrong lists hf_osdp's Trainer before Scaled"):
+        type("Wrong", (hf_osdp.Trainer, Scaled), {})
 
 
 def test_plan_is_made_for_the_loss_that_runs(tmp_path):
@@ -94,10 +86,8 @@ def test_plan_is_made_for_the_loss_that_runs(tmp_path):
     stock = hf_osdp.Trainer(model=model(), args=arguments(tmp_path), train_dataset=rows(), osdp=CONFIG)
     assert own.seen == [], "the trainer itself stays as it is"
     assert own._run.inputs.description.trace.startswith("fake tensors")
-    held = [
-        sum(segment.saved_bytes.bytes(2) for segment in trainer._run.inputs.description.segments)
-        for trainer in (own, stock)
-    ]
+    segments = [trainer._run.inputs.description.segments for trainer in (own, stock)]
+    held = [sum(segment.saved_bytes.bytes(2) for segment in each) for each in segments]
     assert held[0] != held[1]
     assert own._run.inputs.description.other_bytes == (3 * 5 + 5) * 4 == bytes_of_other_models(own)["judge"]
     assert own.plan.sequence_length == 16
@@ -131,9 +121,8 @@ def test_traced_loss_runs_on_fake_copies_of_its_modules(tmp_path):
             return self.holder(**inputs)
 
     inner = model()
-    trainer = with_osdp(Held)(
-        model=inner, args=arguments(tmp_path), train_dataset=rows(), holder=Holder(inner), osdp=CONFIG
-    )
+    given = {"args": arguments(tmp_path), "train_dataset": rows(), "osdp": CONFIG}
+    trainer = with_osdp(Held)(model=inner, holder=Holder(inner), **given)
     assert trainer._run.inputs.description.trace.startswith("fake tensors")
     assert trainer.holder.inner is inner and trainer.holder.own.grad is None
 

@@ -31,18 +31,15 @@ LIMIT = PROBLEM.memory_limit_bytes - RESERVED
 def needs(plan: Plan, *, more_bytes: int = 0, slower: float = 1.0) -> Observation:
     """What a machine would show that needs more than the first estimate says."""
     estimate = estimate_plan(plan, PROBLEM.description, PROBLEM.job, HARDWARE)
-    return Observation(
-        steps=6, median_step_s=slower * estimate.time.step_s, peak_bytes=estimate.memory.peak_bytes + more_bytes
-    )
+    peak_bytes = estimate.memory.peak_bytes + more_bytes
+    return Observation(steps=6, median_step_s=slower * estimate.time.step_s, peak_bytes=peak_bytes)
 
 
+RATES = {Collective.ALL_REDUCE: 1e-12, Collective.ALL_GATHER: 1e-6, Collective.REDUCE_SCATTER: 1e-6}
 SLOW_SHARDS = tuple(
     CollectiveTiming(collective=kind, group_size=4, latency_s=0.0, seconds_per_byte=rate)
-    for kind, rate in [
-        (Collective.ALL_REDUCE, 1e-12), (Collective.ALL_GATHER, 1e-6), (Collective.REDUCE_SCATTER, 1e-6)
-    ]
-)  # fmt: skip
-"""Gathers and reduce-scatters that take long."""
+    for kind, rate in RATES.items()
+)
 OUT_OF_MEMORY = Observation(steps=0, median_step_s=None, peak_bytes=None, out_of_memory=True)
 
 
@@ -123,12 +120,7 @@ def test_recalibrate_raises_infeasible_with_figures_where_no_plan_fits():
 
 
 def test_recalibrate_raises_infeasible_after_most_rounds():
-    tried: list[str] = []
-
-    def probe(plan: Plan) -> Observation:
-        tried.append(plan.fingerprint)
-        return replace(needs(plan), peak_bytes=LIMIT + 1)
-
+    tried: list[Plan] = []
     with pytest.raises(InfeasibleError, match="No plan that was tried fits"):
-        run(probe)
-    assert len(set(tried)) == MOST_ROUNDS
+        run(lambda plan: tried.append(plan) or replace(needs(plan), peak_bytes=LIMIT + 1))
+    assert len({plan.fingerprint for plan in tried}) == MOST_ROUNDS

@@ -1,6 +1,4 @@
-"""What training changes in a model before it is described, and where one process's plan is laid out; torch.cuda is
-played.
-"""
+"""What training changes in a model before it is described, and the meshes of a plan of one GPU, which is played."""
 
 from __future__ import annotations
 

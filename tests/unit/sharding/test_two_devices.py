@@ -32,9 +32,8 @@ def parameters_of(*, mixed: bool, dtype: torch.dtype = torch.float64) -> list[to
 def test_clip_norm_is_that_of_both_devices(norm_type, monkeypatch):
     plain, mixed = parameters_of(mixed=False), parameters_of(mixed=True)
     assert _main_device([p.grad for p in mixed]) == ELSEWHERE, "the norm is where most of a model is"
-    monkeypatch.setattr(
-        "hf_osdp.sharding.gradients._main_device", lambda grads: torch.device("cpu")
-    )  # the other is not real
+    cpu = torch.device("cpu")  # the other is not real
+    monkeypatch.setattr("hf_osdp.sharding.gradients._main_device", lambda grads: cpu)
     expected = torch.nn.utils.clip_grad_norm_(plain, 0.5, norm_type)
     with two_devices():
         norm = clip_grad_norm_(mixed, 0.5, norm_type)
@@ -45,9 +44,7 @@ def test_clip_norm_is_that_of_both_devices(norm_type, monkeypatch):
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("overflows", [None, 0, 1])
 def test_scaler_steps_or_skips_on_both_devices(unscales, overflows):
-    """An optimizer that is said to unscale by itself, as with fused kernels, is given gradients that are unscaled
-    already.
-    """
+    """An optimizer that is said to unscale by itself, as with fused kernels, is given unscaled gradients."""
     plain, mixed = parameters_of(mixed=False), parameters_of(mixed=True)
     before = [parameter.detach().clone() for parameter in mixed]
     torch.optim.AdamW(plain, lr=1e-2).step()
@@ -67,11 +64,9 @@ def test_scaler_steps_or_skips_on_both_devices(unscales, overflows):
 
 def stepped(optimizer: torch.optim.Optimizer) -> list[tuple]:
     """What the groups are while the optimizer steps."""
-    seen: list[list[tuple]] = []
-    optimizer.step(
-        lambda: seen.append([(len(g["params"]), g["lr"], g["foreach"], g["fused"]) for g in optimizer.param_groups])
-    )
-    return seen[0]
+    seen, groups = [], optimizer.param_groups
+    optimizer.step(lambda: seen.extend((len(g["params"]), g["lr"], g["foreach"], g["fused"]) for g in groups))
+    return seen
 
 
 def test_step_by_device_makes_a_group_for_each_device():
