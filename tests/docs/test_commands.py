@@ -20,9 +20,8 @@ BLOCKS = [
     for block in FENCE.finditer(text(name))
     if block["language"] == "bash"
 ]
-SHAPE = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128,
-         "num_attention_heads": 4,
-         "num_key_value_heads": 4, "vocab_size": 300, "max_position_embeddings": 8192}  # fmt: skip
+HEADS = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 64}
+SHAPE = {"model_type": "llama", **HEADS, "intermediate_size": 128, "vocab_size": 300, "max_position_embeddings": 8192}
 
 
 @pytest.mark.slow

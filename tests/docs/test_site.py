@@ -16,9 +16,7 @@ from .pages import ROOT
 
 
 def built(folder: str) -> tuple[int, str]:
-    """Build the site in this process, which `run_ranks` forked from one that has imported torch; exit code and
-    warnings.
-    """
+    """Build the site in this process, a fork of one that has imported torch; exit code and warnings."""
     from sphinx.cmd.build import build_main
 
     os.chdir(ROOT)

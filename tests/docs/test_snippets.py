@@ -1,4 +1,4 @@
-"""The programs on the pages run: here on forked ranks that do not measure the machine, and slowly as the pages say."""
+"""The programs on the pages run, here on forked ranks that do not measure the machine, and slowly as pages say."""
 
 from __future__ import annotations
 
@@ -68,6 +68,7 @@ def test_the_plain_loop(tmp_path):
     assert saved_tensors(tmp_path / "runs/plain_loop") > 20
 
 
+@pytest.mark.slow
 def test_the_same_training(tmp_path):
     printed = on_two_ranks("same_training", tmp_path)
     assert float(re.search(r"further off than (\S+)", printed)[1]) < 1e-12
@@ -77,9 +78,8 @@ def test_the_same_training(tmp_path):
 def test_the_native_plan(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=16, vocab_size=61)).save_pretrained(
-        tmp_path
-    )
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=16, vocab_size=61)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
     assert "{'transformer.h.*': 'free_full_weight'}" in on_two_ranks("native_plan", tmp_path, str(tmp_path))
 
 
@@ -97,15 +97,10 @@ def test_the_simulation_prints_what_the_page_says(tmp_path):
     assert printed.strip() in page("verification.md")
 
 
-def assert_ends_well(command: list[object], folder: Path) -> str:
-    done = run_program(command, cwd=folder)
-    assert done.returncode == 0, ends_of(done.stderr)
-    return done.stdout
-
-
 @pytest.mark.slow
 def test_the_cells_of_the_notebook(tmp_path):
     text = (SNIPPETS / "in_notebook.py").read_text(encoding="utf-8")
     program = tmp_path / "cells.py"
     program.write_text(text.replace("num_processes=2", f'num_processes=2, use_port="{free_port()}"'), encoding="utf-8")
-    assert "2 processes, loss" in assert_ends_well([sys.executable, program], tmp_path)
+    done = run_program([sys.executable, program], cwd=tmp_path)
+    assert done.returncode == 0 and "2 processes, loss" in done.stdout, ends_of(done.stderr)

@@ -1,6 +1,4 @@
-"""Bad input of every recipe beside that of docs/bad_inputs.md: one clear line on stderr, exit code 2, and nothing
-written.
-"""
+"""Bad input of every recipe beside docs/bad_inputs.md: one clear line on stderr, exit code 2, nothing written."""
 
 from __future__ import annotations
 

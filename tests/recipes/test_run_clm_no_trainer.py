@@ -1,6 +1,4 @@
-"""Loops without the Trainer, Accelerate's and a plain one: they learn, log, go on to the bit, and evaluate each
-sample once.
-"""
+"""Loops without the Trainer, Accelerate's and a plain one: learn, log, resume to the bit, evaluate samples once."""
 
 from __future__ import annotations
 
@@ -96,10 +94,8 @@ def test_plain_loop_trains_and_saves_under_torchrun(tmp_path):
     plain = Recipe("train_plain", tmp_path)
     file = str(ROOT / "recipes" / "gpt2" / "plain.yaml")
     printed = plain.run(file, processes=2, steps=10, global_batch_size=16, micro_batch_size=4, logging_steps=2)
-    losses = [
-        float(value)
-        for value in re.findall(r"^step \d+: loss ([\d.]+), gradient norm [\d.]+, \d+ tokens/s$", printed, re.M)
-    ]
+    line = r"^step \d+: loss ([\d.]+), gradient norm [\d.]+, \d+ tokens/s$"
+    losses = [float(value) for value in re.findall(line, printed, re.M)]
     assert len(losses) == 5 and losses[-1] < 0.9 * losses[0]
     perplexity = perplexities(printed)
     assert perplexity["after"] < 0.7 * perplexity["before"]
@@ -111,7 +107,5 @@ def test_only_matrices_decay():
     from run_clm_no_trainer import parameter_groups
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
-    assert [(len(group["params"]), group["weight_decay"]) for group in parameter_groups(model, 0.1)] == [
-        (1, 0.1),
-        (3, 0.0),
-    ]
+    groups = [(len(group["params"]), group["weight_decay"]) for group in parameter_groups(model, 0.1)]
+    assert groups == [(1, 0.1), (3, 0.0)]

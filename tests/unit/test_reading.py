@@ -53,10 +53,6 @@ def test_read_bytes_refuses_what_is_no_file_or_too_large(tmp_path):
     def of(path, **options) -> str:
         return refused(read_bytes, path, "plan", **options)
 
-    assert (
-        of(tmp_path / "none")
-        == f"Cannot read the plan {tmp_path / 'none'}: No such file or directory; give a file that can be read."
-    )
     assert of(tmp_path) == f"Cannot read the plan {tmp_path}: Is a directory; give a file that can be read."
     assert "embedded null" in of("a\0b")
     os.mkfifo(tmp_path / "pipe")  # opening it would wait for a writer for ever
@@ -72,9 +68,7 @@ def test_read_bytes_refuses_what_is_no_file_or_too_large(tmp_path):
 def test_read_json_names_the_file(tmp_path):
     path = tmp_path / "x.json"
     path.write_text('{"a": NaN}')
-    assert (
-        refused(read_json, path, "profile")
-        == f"{path} has NaN, which is not a number; it is not a profile that can be read."
-    )
+    said = f"{path} has NaN, which is not a number; it is not a profile that can be read."
+    assert refused(read_json, path, "profile") == said
     path.write_text('{"a": [1]}')
     assert read_json(path, "profile") == {"a": [1]}

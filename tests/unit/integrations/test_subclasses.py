@@ -37,7 +37,7 @@ class Scaled(transformers.Trainer):
 
 def model():
     sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 64, "max_position_embeddings": 64}
-    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, num_attention_heads=2, **sizes))
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, num_attention_heads=2, **sizes))
 
 
 def rows():

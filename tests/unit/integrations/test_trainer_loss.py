@@ -84,12 +84,13 @@ ONE_LABEL = {"train_dataset": rows(label=lambda row: torch.tensor(1))}
     ("make", "base", "options", "given", "reason"),
     [
         (llama, None, {}, {}, None),
-        (lambda: llama(type("Named", (LlamaForCausalLM,), {})), None, {}, {}, None),
         (lambda: get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"])), None, {}, {}, None),
-        (llama, None, {"label_smoothing_factor": 0.1}, {}, None),
         (llama, None, {}, {"compute_loss_func": divided}, None),
         (llama, OwnSum, {}, {}, None),
-        (mixtral, None, {}, {}, None),
+        *(pytest.param(*case, None, marks=pytest.mark.slow) for case in (
+            (lambda: llama(type("Named", (LlamaForCausalLM,), {})), None, {}, {}),
+            (llama, None, {"label_smoothing_factor": 0.1}, {}),
+            (mixtral, None, {}, {}))),
         (lambda: llama(Mean), None, {}, {}, f"The loss of Mean {WHOLE}"),
         (lambda: BertForSequenceClassification(BERT), None, {}, ONE_LABEL,
          f"The loss of BertForSequenceClassification {WHOLE}"),
