@@ -27,7 +27,6 @@ SHAPE = {"model_type": "llama", **HEADS, "intermediate_size": 128, "vocab_size":
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block], ids=lambda block: block[-1][:50])
 def test_planning_commands_run(block, tmp_path, monkeypatch):
-    """With the options of the page, in its order and in one folder."""
     pytest.importorskip("altair")
     pytest.importorskip("peft")
     monkeypatch.chdir(tmp_path)

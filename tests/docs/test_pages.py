@@ -30,12 +30,10 @@ FILE = re.compile(r"`((?:hf_osdp|tests|docs|recipes|benchmarks|accelerate_config
 
 
 def text(name: str) -> str:
-    """A page by its path in the repository."""
     return (ROOT / name).read_text(encoding="utf-8")
 
 
 def equations() -> dict[str, dict[str, list[str]]]:
-    """Each section of the pages about the planner, with the names that its fields have."""
     found = {}
     for section in (section for name in EQUATION_PAGES for section in EQUATION.finditer(page(name))):
         fields = FIELD.finditer(section["body"])
@@ -106,20 +104,16 @@ def test_commands_on_the_pages_are_understood():
         group.commands[name].make_context(name, arguments)  # refuses unknown options and values
 
 
-def test_the_reference_has_every_public_name():
-    listed = re.findall(r"^\.\. auto\w+:: (\w+)$", page("api.md") + page("options.md"), re.MULTILINE)
-    assert sorted(listed) == sorted(name for name in hf_osdp.__all__ if name != "__version__")
-
-
-def test_every_page_is_in_the_contents():
+def test_every_page_and_public_name_is_in_the_contents():
     blocks = re.findall(r"```\{toctree\}\n(.*?)```", page("index.md"), re.DOTALL)
     listed = {line for block in blocks for line in block.splitlines()}
     names = [name.removesuffix(".md") for name in PAGES if name != "index.md"]
     assert not [name for name in names if not any(fnmatch.fnmatchcase(name, line) for line in listed)]
+    listed = re.findall(r"^\.\. auto\w+:: (\w+)$", page("api.md") + page("options.md"), re.MULTILINE)
+    assert sorted(listed) == sorted(name for name in hf_osdp.__all__ if name != "__version__")
 
 
 def prose(path: Path) -> str:
-    """A page without its blocks of code."""
     return re.sub(r"^(`{3,})[^\n]*\n.*?^\1$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 

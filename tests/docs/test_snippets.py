@@ -24,7 +24,6 @@ SNIPPETS = DOCS / "snippets"
 
 
 def ran(name: str, folder: str, *arguments: str) -> str:
-    """Run a snippet in this process, in a folder; what it printed."""
     take_preset()
     os.chdir(folder)
     sys.argv = [name, *arguments]
@@ -35,7 +34,6 @@ def ran(name: str, folder: str, *arguments: str) -> str:
 
 
 def on_two_ranks(name: str, folder: Path, *arguments: str) -> str:
-    """What rank 0 printed."""
     return run_ranks(ran, 2, name, str(folder), *arguments, init=False, timeout_s=120)[0]
 
 

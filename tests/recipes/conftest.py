@@ -93,20 +93,16 @@ class Recipe:
 
 
 class Pretrained(NamedTuple):
-    """What a run of run_mlm.py left."""
-
     output: Path
     printed: str
     tracker: str
 
 
 def perplexities(printed: str) -> dict[str, float]:
-    """Before and after training."""
     return {when: float(value) for when, value in re.findall(r"perplexity (before|after) training: ([\d.]+)", printed)}
 
 
 def log_of(folder: Path) -> list[dict[str, float]]:
-    """The lines of `log.jsonl`."""
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
@@ -120,7 +116,6 @@ def recipe_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Recipe:
-    """The script that the test's module names."""
     return Recipe(request.module.SCRIPT, tmp_path)
 
 

@@ -23,7 +23,6 @@ def run_together(folder: Path, runs: list[Run], *, processes: int = 2, nodes: in
 
 
 def run_each(runs: list[Run]) -> list[str]:
-    """On a rank: what was printed in each run."""
     sys.path.insert(0, str(RECIPES))
     import accelerate
     import datasets

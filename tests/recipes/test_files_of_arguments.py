@@ -26,7 +26,6 @@ SMALL = {
 
 
 def script_of(file: Path) -> str:
-    """The script that a file is for, by its folder or name."""
     own = {"no_trainer": "run_clm_no_trainer", "plain": "train_plain"}
     of_folder = {"gpt2": "run_clm", "stories260k": "run_clm", "bert": "run_mlm", "bert_large": "run_mlm"}
     return own.get(file.stem) or of_folder.get(file.parent.name, "run_glue")

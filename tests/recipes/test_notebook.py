@@ -47,7 +47,6 @@ def outputs_of(notebook: nbformat.NotebookNode, *kinds: str) -> list[nbformat.No
 
 
 def text_of(notebook: nbformat.NotebookNode) -> str:
-    """All that the outputs say, in order."""
     return "".join(one.get("text") or one.get("data", {}).get("text/plain", "") for one in outputs_of(notebook))
 
 

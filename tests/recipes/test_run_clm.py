@@ -97,7 +97,6 @@ def test_fp16_logs_its_loss_scale_and_keeps_float32_weights(tmp_path, script, op
 @pytest.mark.slow
 @needs_shared_data
 def test_wikitext_with_the_vocabulary_of_gpt2(recipe):
-    """Local text and a ready tokenizer; the stock Trainer starts at the same perplexity."""
     options = dict(
         train_file=SHARED_DATA / "wikitext-2" / "validation.txt",
         validation_file=SHARED_DATA / "wikitext-2" / "test.txt", tokenizer_name=SHARED_DATA / "tokenizers" / "gpt2",
@@ -106,9 +105,8 @@ def test_wikitext_with_the_vocabulary_of_gpt2(recipe):
     printed = recipe.run(**options)
     perplexity = perplexities(printed)
     assert perplexity["after"] < perplexity["before"]
-    stock = recipe.run(
-        **{**options, "do_train": None, "osdp": False, "hardware": None, "output_dir": recipe.folder / "stock"}
-    )
+    options |= {"do_train": None, "osdp": False, "hardware": None, "output_dir": recipe.folder / "stock"}
+    stock = recipe.run(**options)
     assert float(re.search(r"perplexity: ([\d.]+)", stock).group(1)) == pytest.approx(perplexity["before"], rel=1e-6)
     assert not (recipe.folder / "stock" / "osdp_report.json").exists()
 
@@ -125,7 +123,6 @@ def test_starts_from_a_saved_model(recipe):
 
 @pytest.mark.slow
 def test_infeasible_limit_ends_two_processes_with_one_line(recipe):
-    """Every process fails; one of them says why."""
     printed = recipe.run(processes=2, fails=True, memory_limit="100KiB")
     lines = [line for line in printed.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and "No plan fits 100.0 KiB" in lines[0], ends_of(printed)

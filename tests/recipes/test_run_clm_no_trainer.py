@@ -25,7 +25,6 @@ OPTIONS = {
 
 
 def plain_perplexity(folder: Path, samples: int) -> float:
-    """What transformers alone says of a saved model on the recipe's validation text."""
     from run_clm_no_trainer import DataArguments, load_text, make_blocks
 
     data = DataArguments(max_eval_samples=samples)
@@ -71,15 +70,11 @@ def test_two_processes_train_log_and_save(runs):
     assert json.loads((output / "osdp_report.json").read_text())["plan"]["accumulation_steps"] == 2
 
 
-def test_run_resumes_to_the_bit(runs):
+def test_run_resumes_to_the_bit_and_keeps_its_log(runs):
     folder, _ = runs
     saved, resumed = (load_file(folder / name / "model.safetensors") for name in ("text", "again"))
     assert all(torch.equal(resumed[name], value) for name, value in saved.items())
     assert [line["step"] for line in log_of(folder / "again")] == list(range(6, 11))
-
-
-def test_log_of_a_resumed_run_keeps_its_lines(runs):
-    """The second run writes below the first one's lines."""
     folder, printed = runs
     assert perplexities(printed[2])["after"] == perplexities(printed[3])["after"]
     log = log_of(folder / "short")

@@ -34,7 +34,6 @@ PAIRS = [
 
 @pytest.fixture
 def pairs(recipe) -> Path:
-    """72 pairs of sentences; two thirds have label 0."""
     names = ("sentence1", "sentence2", "label", "idx")
     rows = [dict(zip(names, (*pair, number), strict=True)) for number, pair in enumerate(PAIRS)]
     (path := recipe.folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -119,7 +118,6 @@ def test_adapters_save_heads_of_several_layers_whole(tmp_path):
 
 
 def save_classifier(folder: Path) -> None:
-    """A model with its tokenizer, without dropout."""
     from run_glue import wordpiece_vocabulary
 
     config = BertConfig(
@@ -164,9 +162,6 @@ def test_tasks_of_glue_from_files(recipe, task, metric):
     files["tokenizer_name"] = SHARED_DATA / "tokenizers" / "bert-base-uncased"
     printed = recipe.run(processes=2, task_name=task, max_steps=3, max_seq_length=32, learning_rate=1e-4, **files)
     assert set(scores(printed, metric)) == {"before", "after"}
-
-
-# ---- metrics and data
 
 
 @pytest.mark.parametrize(

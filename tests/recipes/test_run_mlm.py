@@ -57,8 +57,6 @@ def test_switches_of_a_run_take_effect(pretrained):
     assert bool(list(pretrained.output.glob("runs/*/events.out.tfevents.*"))) == (pretrained.tracker == "tensorboard")
 
 
-# ---- groupings
-
 # shard size and stage size of every unit on 2 nodes of 2
 LAYOUTS = {"group_sharding": {(2, 1)}, "communication_with_groups": {(4, 2)}, "none": {(4, 1)}}
 
@@ -121,8 +119,6 @@ def test_the_recipe_for_two_machines_is_bert_large():
     shape = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.intermediate_size)
     assert (*shape, config.vocab_size) == (24, 1024, 16, 4096, 30522)
 
-
-# ---- tokenizers and masks
 
 TEXTS = ["The class statement defines a class object.", "A name — bound to a thing — in a scope."] * 20
 

@@ -17,7 +17,6 @@ TEXTS = [f"Once upon a time there was a little girl named Lily who had {count} d
 
 @pytest.fixture
 def argv(tmp_path) -> list[str]:
-    """A tiny model with its tokenizer, and local text."""
     tokenizer = GPT2Tokenizer().train_new_from_iterator(TEXTS, 300, show_progress=False)
     tokenizer.save_pretrained(tmp_path / "base")
     config = GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64, vocab_size=300)

@@ -56,11 +56,8 @@ def test_planner_plans_without_framework():
 
 
 def test_package_does_not_import_what_only_recipes_need():
-    nodes = [
-        node
-        for path in Path(hf_osdp.__file__).parent.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    ]
+    trees = [ast.parse(path.read_text("utf-8")) for path in Path(hf_osdp.__file__).parent.rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
     assert not {name.partition(".")[0] for name in names} & {"datasets", "evaluate"}

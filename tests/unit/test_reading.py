@@ -49,7 +49,7 @@ def test_parse_json_takes_any_other_value():
     assert parse_json(b"\xef\xbb\xbf" + json.dumps(value).encode()) == value  # some editors begin a file so
 
 
-def test_read_bytes_refuses_what_is_no_file_or_too_large(tmp_path):
+def test_read_bytes_refuses_other_files_and_read_json_names_them(tmp_path):
     def of(path, **options) -> str:
         return refused(read_bytes, path, "plan", **options)
 
@@ -63,9 +63,6 @@ def test_read_bytes_refuses_what_is_no_file_or_too_large(tmp_path):
         f"{tmp_path / 'large'} has 11 bytes, more than the 10 that a plan may have; it is not a plan."
     )
     assert read_bytes(tmp_path / "large", "plan", limit_bytes=11) == b"x" * 11
-
-
-def test_read_json_names_the_file(tmp_path):
     path = tmp_path / "x.json"
     path.write_text('{"a": NaN}')
     said = f"{path} has NaN, which is not a number; it is not a profile that can be read."

@@ -33,17 +33,17 @@ REFERENCES = {
 KEYWORDS = {"weights_only": False, "allow_pickle": True, "shell": True, "trust_remote_code": True}
 """Arguments that make a harmless call such a one."""
 ALLOWED = {
-    (
-        "hf_osdp/distributed/consensus.py", "pickle.loads",
-    ): "what rank 0 of this very run sends, by the process group; no file",
-    ("hf_osdp/run.py", "runpy.run_path"): "the user's own script, named on the command line, as Python itself runs it",
-    ("benchmarks/compatibility/run.py", "pickle.loads"): "what this run's own ranks wrote into its temporary folder",
-    ("benchmarks/compatibility/saving_rows.py", "weights_only=False"): "a file that the row has just written",
-    ("benchmarks/compatibility/saving_rows.py", "torch.load without weights_only=True"): "the same",
-    (
-        "hf_osdp/checkpoint/safe.py", "pickle._Unpickler",
-    ): "base of one that knows torch's own dataclasses and refuses all else",
-}  # fmt: skip
+    # what rank 0 of this very run sends by the process group; no file
+    ("hf_osdp/distributed/consensus.py", "pickle.loads"),
+    # the user's own script, named on the command line, as Python itself runs it
+    ("hf_osdp/run.py", "runpy.run_path"),
+    # what this run's own ranks, or this row, have just written
+    ("benchmarks/compatibility/run.py", "pickle.loads"),
+    ("benchmarks/compatibility/saving_rows.py", "weights_only=False"),
+    ("benchmarks/compatibility/saving_rows.py", "torch.load without weights_only=True"),
+    # base of one that knows torch's own dataclasses and refuses all else
+    ("hf_osdp/checkpoint/safe.py", "pickle._Unpickler"),
+}
 
 
 def findings(source: str) -> set[str]:

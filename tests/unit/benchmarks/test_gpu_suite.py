@@ -46,14 +46,11 @@ def child(monkeypatch):
     return of
 
 
-def test_failed_step_keeps_what_it_found_and_last_lines(child, tmp_path):
+def test_failed_and_long_steps_keep_what_they_found(child, tmp_path):
     child("raise SystemExit(7)")
     one = run_step(STEPS["clock"], tmp_path, rehearses="cpu")
     assert (one["status"], one["rows"], one["tail"]) == ("failed", [{"a": "1"}], ["said"])
     assert "said" in page(records_of([tmp_path]), [HEAD]).split("```text")[1]
-
-
-def test_a_step_that_takes_too_long_is_ended(child, tmp_path):
     child("import time; time.sleep(60)")
     began = time.monotonic()
     one = run_step(replace(STEPS["clock"], limit_s=1.0), tmp_path, rehearses="", limit_s=1e6)

@@ -33,7 +33,6 @@ CASE = Case(
 
 
 def mixed(description, world: int) -> Plan:
-    """Every kind of layout of one node in turn."""
     kinds = [(world, False), (1, True), (world // 2, False), (world, True), (world // 2, True), (1, False)]
     choices = [
         UnitLayout(shard_size=g, reshard_after_forward=not (keep or unit.span.value == "step"),
@@ -44,8 +43,6 @@ def mixed(description, world: int) -> Plan:
 
 
 class RecordingHold:
-    """Keeps account of holds and holds nothing."""
-
     def __init__(self) -> None:
         self.seconds, self.calls, self.settled = Counter(), Counter(), 0
 

@@ -58,9 +58,8 @@ def test_command_writes_what_from_pretrained_reads(tmp_path):
     run = lambda *words: CliRunner().invoke(app, ["convert", *map(str, words)])  # noqa: E731
     result = run(folder, tmp_path / "weights", "--to", "weights")
     assert result.exit_code == 0 and "weights: weights, " in result.output, result.output
-    assert {path.name for path in (tmp_path / "weights").iterdir()} == {
-        "model.safetensors", "config.json", "osdp_checkpoint.json",
-    }  # fmt: skip
+    written = {path.name for path in (tmp_path / "weights").iterdir()}
+    assert written == {"model.safetensors", "config.json", "osdp_checkpoint.json"}
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "weights", dtype=torch.float64)
     assert all(torch.equal(value, read.state_dict()[name]) for name, value in model.state_dict().items())
     result = run(folder, tmp_path / "weights", "--to", "whole")

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import socket
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -84,7 +85,7 @@ def test_removal_spares_targets_of_links_and_warns_of_failure(tmp_path, monkeypa
     assert not (tmp_path / "checkpoint-1").exists() and (elsewhere / MANIFEST_NAME).is_file() and not caplog.text
     folder = small(tmp_path, "checkpoint-2")
     with monkeypatch.context() as patched:
-        patched.setattr("pathlib.Path.rename", lambda *args: (_ for _ in ()).throw(OSError(39, "Directory not empty")))
+        patched.setattr("pathlib.Path.rename", Mock(side_effect=OSError(39, "Directory not empty")))
         remove_checkpoint(folder)
     assert folder.is_dir()
     assert "checkpoint-2 cannot be removed ([Errno 39] Directory not empty); remove it by hand." in caplog.text
@@ -113,9 +114,6 @@ def test_links_are_followed_and_unwritable_or_current_folders_are_refused(tmp_pa
     monkeypatch.chdir(folder)
     with pytest.raises(ValueError, match=r"cannot replace .*, this program's working directory"):
         small(folder, ".")
-
-
-# ---- one run at a time
 
 
 @pytest.fixture
@@ -155,19 +153,10 @@ def test_second_run_goes_on_when_the_first_has_ended(tmp_path, caplog, other_run
     assert not list(tmp_path.glob(".partial/*/checkpoint-1"))
 
 
-# ---- damage
-
-
 def unreadable(path, monkeypatch):
     """As with a bad sector."""
-    read = FileRecord.of
-
-    def of(file):
-        if file == path:
-            raise OSError(5, "Input/output error")
-        return read(file)
-
-    monkeypatch.setattr(FileRecord, "of", of)
+    read, bad = FileRecord.of, Mock(side_effect=OSError(5, "Input/output error"))
+    monkeypatch.setattr(FileRecord, "of", lambda file: (bad if file == path else read)(file))
 
 
 def socket_at(path, monkeypatch):

@@ -18,10 +18,9 @@ from tests.helpers.checkpointed import save_loop
 from tests.helpers.models import tiny_model
 
 from .checkpoints import saved, trained
-from .test_folders import small
 
 
-def test_shards_are_written_while_training_goes_on(tmp_path):
+def test_background_writes_while_training_goes_on_and_fails_once(tmp_path, monkeypatch):
     model, optimizer = trained()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     writer = CheckpointWriter(in_background=True)
@@ -32,11 +31,7 @@ def test_shards_are_written_while_training_goes_on(tmp_path):
     writer.wait()
     assert load_loop(tmp_path / "checkpoint-1", model, optimizer, others={}) == {"step": 2}
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_failure_in_the_background_is_raised_once_by_wait(tmp_path, monkeypatch):
     writer = CheckpointWriter(in_background=True)
-    small(tmp_path)
     full = Mock(side_effect=OSError(28, "No space left"))
     monkeypatch.setattr("hf_osdp.checkpoint.writer.complete", full)
     with writer.new(tmp_path / "checkpoint-2"):

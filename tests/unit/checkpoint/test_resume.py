@@ -98,7 +98,7 @@ def test_damaged_note_of_the_training_is_not_taken_for_none(tmp_path, restarted,
     assert resume.recorded_manifest(tmp_path) is None
 
 
-def test_changed_settings_are_named_with_value_before_and_now(tmp_path, caplog):
+def test_changed_settings_and_wires_are_named_before_and_now(tmp_path, caplog):
     settings = {"seed": "1", "precision": "bf16", "dataset": "of 80 rows (1234abcd)"}
     folder = tmp_path / "checkpoint-1"
     with CheckpointWriter(settings=settings).new(folder, optimizer="AdamW"):
@@ -112,9 +112,7 @@ def test_changed_settings_are_named_with_value_before_and_now(tmp_path, caplog):
     has = "seed 2, precision no, dataset of 80 rows (00000000), optimizer SGD"
     said = f"checkpoint-1 was saved with {saved}; this run has {has}: it does not continue the same training."
     assert said in caplog.text
-
-
-def test_plan_that_sends_otherwise_than_before_is_named(tmp_path, caplog):
+    caplog.clear()
     wires = {"gather_wire": WireFormat.INT8, "reduce_wire": WireFormat.INT4}
     unit = UnitDecision(fqn="a", shard_size=2, reshard_after_forward=True, **wires)
     batch = {"micro_batch_size": 1, "accumulation_steps": 1}

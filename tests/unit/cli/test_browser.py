@@ -34,7 +34,6 @@ PATIENCE_MS = 60_000
 
 @pytest.fixture(scope="module")
 def address():
-    """Where `hf-osdp app` serves the page."""
     port = free_port()
     command = [sys.executable, "-m", "hf_osdp", "app", "--port", port]
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
@@ -187,14 +186,13 @@ def test_pasted_configuration_and_chosen_model_replace_each_other(address, brows
 
 @pytest.mark.slow
 def test_what_if_follows_keys(answered):
-    page, expect = answered, playwright.expect
-    slider, number = page.locator("#limit input[type=range]"), page.locator("#limit input[type=number]")
-    for field, keys, limit in ((slider, ["ArrowLeft"] * 3, 27), (number, ["ArrowDown"], 26), (number, ["Enter"], 20)):
-        if keys == ["Enter"]:
+    slider, number = (answered.locator(f"#limit input[type={kind}]") for kind in ("range", "number"))
+    for field, key, limit in ((slider, "ArrowLeft", 29), (number, "ArrowDown", 28), (number, "Enter", 20)):
+        if key == "Enter":
             field.fill("20")
-        for key in keys:
-            field.press(key)
-        expect(page.locator("#what-if")).to_contain_text(f"4 devices, {limit}GiB each", timeout=PATIENCE_MS)
+        field.press(key)
+        said = f"4 devices, {limit}GiB each"
+        playwright.expect(answered.locator("#what-if")).to_contain_text(said, timeout=PATIENCE_MS)
 
 
 def test_tables_show_names_and_run_none_of_them():
@@ -209,7 +207,7 @@ def test_tables_show_names_and_run_none_of_them():
     assert '<td class="right" data-name="held">${x} {{y}}</td>' in shown
 
 
-def test_file_that_is_too_long_is_no_configuration(tmp_path):
+def test_long_configuration_and_taken_port_are_refused_in_one_line(tmp_path):
     import gradio
 
     from hf_osdp.cli.browser import _read
@@ -217,9 +215,6 @@ def test_file_that_is_too_long_is_no_configuration(tmp_path):
     (tmp_path / "model.json").write_bytes(b" " * (2**18 + 1))
     with pytest.raises(gradio.Error, match=r"256\.0 KiB; a config\.json may have at most 256\.0 KiB"):
         _read(str(tmp_path / "model.json"))
-
-
-def test_port_that_is_taken_is_one_line():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

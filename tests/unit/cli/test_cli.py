@@ -70,7 +70,6 @@ def description(config) -> ModelDescription:
 
 @pytest.fixture(scope="module")
 def planned(model, tmp_path_factory):
-    """The plan file, the JSON content, and what was shown."""
     folder = tmp_path_factory.mktemp("plans")
     done = call("plan", model, *WHOLE, "--output", folder / "plan.json", "--json", folder / "content.json")
     assert done.exit_code == 0, done.output
@@ -82,7 +81,6 @@ def call(*arguments):
 
 
 def as_json(*arguments) -> dict:
-    """What a command writes with `--json -`."""
     done = call(*arguments, "--json", "-")
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)

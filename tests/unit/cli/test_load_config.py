@@ -15,8 +15,6 @@ CONFIG = json.dumps({"model_type": "gpt2", "n_layer": 7}).encode()
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Answers as the hub does, by the owner of the model."""
-
     def do_HEAD(self):
         gated, known = (403, "GatedRepo"), (200, "")
         answers = {"": known, "real": known, "closed": gated, "meta-llama": gated, "empty": (404, "EntryNotFound")}
@@ -37,7 +35,6 @@ class Hub(BaseHTTPRequestHandler):
 
 
 def looked_up(name: str) -> dict | str:
-    """What `load_config` gives or says."""
     try:
         return load_config(name).to_dict()
     except ValueError as error:

@@ -42,7 +42,6 @@ def command_line(question: Question, folder, command: str = "plan", *more: str):
 
 
 def line(planner: Planner, question: Question) -> str:
-    """What the page says of a question that cannot be answered."""
     with pytest.raises(Exception) as refused:
         planner.plan(question)
     text = error_line(refused.value, ["plan", *question.options])

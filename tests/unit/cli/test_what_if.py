@@ -88,7 +88,7 @@ def test_one_more_device_fills_micro_steps_and_says_what_changes(hardware, batch
     assert one_more_device(asked).problem.hardware == preset("titan-rtx", devices_per_node=2).with_margin(0.5)
 
 
-def test_answer_is_the_search_or_why_there_is_none():
+def test_answer_is_the_search_or_what_it_would_need():
     row = answered(Answer(question="now", change="", problem=PROBLEM))
     assert row.plan == search(PROBLEM).plan
     assert row.tokens_per_s == pytest.approx(row.plan.samples_per_s * PROBLEM.description.sequence_length)
@@ -97,9 +97,6 @@ def test_answer_is_the_search_or_why_there_is_none():
     assert "group size" in answered(one_more_device(replace(PROBLEM, strategy=Strategy.HSDP))).reason
     nothing = Answer(question="longest sequence", change="", reason="not even 64 tokens fit")
     assert answered(nothing) is nothing
-
-
-def test_needed_bytes_suffice_for_the_search_and_are_nearly_least():
     needed = int(needed_bytes(PROBLEM))
     assert search(replace(PROBLEM, memory_limit_bytes=needed)).peak_bytes <= needed <= 1.02 * least_memory(PROBLEM)
     five = bare_preset("titan-rtx", devices_per_node=5)
@@ -131,7 +128,6 @@ def test_with_positions_raises_and_never_lowers():
 
 
 def lengths_of(config) -> tuple[OtherLengths, PlanningProblem]:
-    """The questions of one model on one device, described at 16 tokens."""
     sizes = {"sequence_length": 16, "global_batch_size": 2, "device": "titan-rtx", "memory_limit": "1GiB"}
     case = Case(Request.of(model="none", **sizes))
     case.model_config = config

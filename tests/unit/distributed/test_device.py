@@ -21,8 +21,6 @@ VARIABLES = (CURRENT, "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class Gpus:
-    """What torch.cuda tells of the GPUs that a process sees."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, self.current = 1, 0
         properties = SimpleNamespace(name="GPU", total_memory=2**30)
@@ -126,32 +124,30 @@ def test_expandable_segments_are_set_once_beside_other_settings(calls, monkeypat
 
 
 @pytest.mark.parametrize(
-    "settings", ["expandable_segments:False", "expandable_segments:True", "backend:cudaMallocAsync"]
+    ("settings", "fixed"),
+    [("expandable_segments:False", True), ("expandable_segments:True", False), ("backend:cudaMallocAsync", False)],
 )
-def test_expandable_segments_leave_choice_of_user(calls, monkeypatch, settings):
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
-    prefer_expandable_segments()
-    assert not calls
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
+def test_expandable_segments_leave_choice_of_user(calls, monkeypatch, settings, fixed):
+    assert has_fixed_segments()
+    for variable in VARIABLES:
+        monkeypatch.setenv(variable, settings)
+        assert variable != CURRENT or has_fixed_segments() is fixed
+        prefer_expandable_segments()
+        assert not calls
+        monkeypatch.setenv(variable, "")
     calls.append(settings)  # as a call would set it
     prefer_expandable_segments()
-    assert calls == [settings]
+    assert calls == [settings] and has_fixed_segments() is fixed
+
+
+def test_expandable_segments_leave_torch_without_cuda(calls, monkeypatch):
+    prefer_expandable_segments()
+    assert calls and not has_fixed_segments()
     calls.clear()
+    monkeypatch.setenv(CURRENT, "")
     monkeypatch.setattr(torch.version, "cuda", None)
     prefer_expandable_segments()
     assert not calls
-
-
-@pytest.mark.parametrize(
-    ("settings", "fixed"),
-    [("", True), ("expandable_segments:False", True), ("expandable_segments:True", False),
-     ("backend:cudaMallocAsync", False)],
-)  # fmt: skip
-def test_segments_are_fixed_where_native_allocator_cannot_expand_them(calls, monkeypatch, settings, fixed):
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
-    assert has_fixed_segments() is fixed
-    prefer_expandable_segments()
-    assert has_fixed_segments() is (settings == "expandable_segments:False")
 
 
 @pytest.mark.parametrize(("segments", "fixed"), [([], False), ([True], False), ([False, True], True)])

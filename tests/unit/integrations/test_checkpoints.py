@@ -29,11 +29,9 @@ def trainer(
 ) -> Trainer:
     generator = torch.Generator().manual_seed(1)
     data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, VOCABULARY, (16, 12), generator=generator)]
-    arguments = TrainingArguments(
-        str(folder), per_device_train_batch_size=samples, save_strategy="steps", use_cpu=True, report_to=[],
-        disable_tqdm=True,
-        **{"learning_rate": 1e-2, "max_steps": 4, "seed": 1, "save_steps": 1, **options},
-    )  # fmt: skip
+    small = {"per_device_train_batch_size": samples, "save_strategy": "steps", "use_cpu": True, "report_to": []}
+    steps = {"learning_rate": 1e-2, "max_steps": 4, "seed": 1, "save_steps": 1}
+    arguments = TrainingArguments(str(folder), **small, **{**steps, **options})
     model = tiny_model("gpt2", layers=1) if model is None else model
     return Trainer(model=model, args=arguments, train_dataset=data if trains else None, eval_dataset=data, osdp=osdp)
 
@@ -160,9 +158,6 @@ def test_save_state_follows_accelerates_own_naming(tmp_path):
     with pytest.raises(CheckpointError, match="The state of Counter, registered for checkpointing"):
         accelerator.save_state()
     assert sorted((tmp_path / "checkpoints").glob("checkpoint_*")) == left
-
-
-# ---- a Trainer that is started again
 
 
 @pytest.mark.parametrize("in_background", slow_but([False, True], daily=(True,)))

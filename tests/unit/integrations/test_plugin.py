@@ -43,7 +43,6 @@ DATA = [{"input_ids": torch.arange(12), "labels": torch.arange(12)}] * 8
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    """No launcher, and no variables of FSDP left behind."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "")
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "")
     for name in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP"))]:
@@ -61,9 +60,6 @@ def arguments(tmp_path, **options) -> TrainingArguments:
     return TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)
 
 
-# ---- the plugin
-
-
 def test_plugin_is_fsdp2_with_float32_reduction():
     plugin = OSDPPlugin(osdp={"memory_limit": "1GiB"})
     assert plugin.fsdp_version == 2 and plugin.osdp == OSDPConfig(memory_limit="1GiB")
@@ -72,6 +68,9 @@ def test_plugin_is_fsdp2_with_float32_reduction():
     plugin.set_mixed_precision("bf16")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     assert plugin.mixed_precision_policy == policy
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    assert precision_of("fp16", None, single_process=False).compute is DType.FLOAT16
+    assert precision_of("no", policy, single_process=False).reduce is DType.BFLOAT16
 
 
 @pytest.mark.parametrize(
@@ -100,16 +99,13 @@ def test_plugin_accepts_the_defaults_that_the_launcher_exports(monkeypatch):
     assert OSDPPlugin().osdp == OSDPConfig(memory_limit="1GiB")
 
 
-def test_cpu_offload_asks_for_every_unit_on_the_host(caplog):
+def test_cpu_offload_puts_all_units_on_the_host(caplog):
     plugin, config = OSDPPlugin(cpu_offload=True), OSDPConfig(memory_limit="1GiB")
     assert plugin.asking(config, "cuda") == OSDPConfig(memory_limit="1GiB", host_offload=True)
     assert plugin.asking(config, "cpu") is config and "no effect on the CPU" in caplog.text
     assert OSDPPlugin().asking(config, "cuda") is config
     with pytest.raises(ValueError, match="host_offload=False, but cpu_offload moves all states"):
         plugin.asking(OSDPConfig(host_offload=False), "cuda")
-
-
-def test_cpu_offload_runs_given_plan_with_all_units_on_host():
     plugin, config = OSDPPlugin(cpu_offload=CPUOffloadPolicy(pin_memory=False)), OSDPConfig(plan="plan.json")
     assert plugin.asking(config, "cuda") is config and plugin.pin_memory is False
     on_device = plan_of(find_units(tiny_model("gpt2")), 2, "zero3")
@@ -132,15 +128,6 @@ def test_plugin_for_takes_either_name_and_one_of_them(monkeypatch):
     with pytest.raises(ValueError, match=r"osdp: false.*use accelerate's Accelerator"):
         plugin_for(None, None, None)
     assert plugin_for({"strategy": "ddp"}, None, None).osdp == OSDPConfig(strategy="ddp", memory_limit="1GiB")
-
-
-def test_precision_is_that_of_the_name_or_of_the_policy():
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    assert precision_of("fp16", None, single_process=False).compute is DType.FLOAT16
-    assert precision_of("no", policy, single_process=False).reduce is DType.BFLOAT16
-
-
-# ---- the Trainer's arguments
 
 
 @pytest.mark.parametrize(
@@ -229,9 +216,6 @@ def test_steps_of_training_come_from_arguments_or_data(dataset, changes, steps, 
     assert _steps(SimpleNamespace(args=args, train_dataset=dataset), 3) == steps
 
 
-# ---- a Trainer
-
-
 def test_plan_replaces_auto_find_batch_size_in_a_copy(tmp_path):
     asked = arguments(tmp_path, auto_find_batch_size=True, per_device_train_batch_size=8)
     osdp = {"hardware": "cpu", "memory_limit": "1GiB"}
@@ -257,23 +241,18 @@ def test_one_process_runs_what_its_plan_says(tmp_path):
     assert not torch.equal(model.state_dict()["lm_head.weight"], before), "the optimizer trains what is computed with"
 
 
-def test_trainer_refuses_model_init_and_recompute_false_beside_gradient_checkpointing(tmp_path):
+def test_trainer_and_accelerator_refuse_what_has_no_effect(tmp_path):
     args = arguments(tmp_path, per_device_train_batch_size=8, gradient_checkpointing=True)
     with pytest.raises(ValueError, match="recompute=False has no effect with activation checkpointing"):
         Trainer(model=tiny_model("gpt2", layers=1), args=args, train_dataset=DATA, osdp={"recompute": False})
     with pytest.raises(ValueError, match="model_init"):
         Trainer(model_init=lambda: None, args=args, train_dataset=DATA, osdp=True)
-
-
-def test_accelerator_refuses_hook_of_ddp_that_would_have_no_effect():
     with pytest.raises(ValueError, match=r"^comm_hook=bf16 is for DDP and has no effect under a plan"):
         OSDPAccelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)])
     OSDPAccelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
 
 
 class Dropping(nn.Module):
-    """A block of one's own, with dropout."""
-
     calls = 0
 
     def __init__(self) -> None:

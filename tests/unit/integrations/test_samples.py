@@ -68,28 +68,11 @@ def test_find_batches_has_the_tokens_of_the_longest_row(dataset, collate, tokens
     assert len(next(iter(batch.values())) if isinstance(batch, dict) else batch[0]) == 2
 
 
-def test_batches_are_stretched_to_longer_rows():
+def test_batches_are_stretched_and_made_anew_each_time():
     batches = find_batches([{"input_ids": [3, 4, 5]}], pad)
     assert replace(batches, row_tokens=5)(2)["input_ids"].tolist() == [[3, 4, 5, 3, 4]] * 2
     assert batches.with_rows(5) == replace(batches, row_tokens=5) and (row_tokens(3, None), row_tokens(3, 5)) == (3, 5)
 
-
-def test_find_batches_takes_nothing_from_a_stream():
-    table = datasets.Dataset.from_dict({"input_ids": [[1, 2], [1, 2, 3]]})
-    for stream, tokens in ((Stream([3, 4]), 4), (table.to_iterable_dataset(), 3)):
-        batches = find_batches(stream, pad)
-        assert (batches.tokens, batches.is_whole) == (tokens, False)
-        assert len(list(stream)) == 2
-    uncopied = Stream([3, 4], one_shot=True)
-    assert find_batches(uncopied, pad) is None and len(list(uncopied)) == 2
-
-
-def test_find_batches_is_none_without_samples():
-    for nothing in (None, [], Stream([]), datasets.Dataset.from_dict({"a": []})):
-        assert find_batches(nothing, pad) is None
-
-
-def test_collator_that_takes_fields_out_finds_them_each_time():
     def collate(samples):
         return {"input_ids": torch.tensor([sample.pop("input_ids") for sample in samples])}
 
@@ -97,15 +80,24 @@ def test_collator_that_takes_fields_out_finds_them_each_time():
     assert batches(2)["input_ids"].shape == batches(2)["input_ids"].shape == (2, 2)
 
 
-def test_tokens_of_reads_ids_by_any_prefix():
+def test_find_batches_takes_nothing_from_streams_and_needs_samples():
+    table = datasets.Dataset.from_dict({"input_ids": [[1, 2], [1, 2, 3]]})
+    for stream, tokens in ((Stream([3, 4]), 4), (table.to_iterable_dataset(), 3)):
+        batches = find_batches(stream, pad)
+        assert (batches.tokens, batches.is_whole) == (tokens, False)
+        assert len(list(stream)) == 2
+    uncopied = Stream([3, 4], one_shot=True)
+    assert find_batches(uncopied, pad) is None and len(list(uncopied)) == 2
+    for nothing in (None, [], Stream([]), datasets.Dataset.from_dict({"a": []})):
+        assert find_batches(nothing, pad) is None
+
+
+def test_tokens_and_keywords_are_read_from_a_batch():
     ids = torch.zeros(2, 3, 7, dtype=torch.long)
     assert tokens_of({"prompt_input_ids": ids[:, 0, :5], "chosen_input_ids": ids[:, 0]}) == 7
     assert tokens_of({"input_ids": ids}) == 7
     assert tokens_of({"inputs_embeds": torch.zeros(2, 8, 16)}) == 8
     assert tokens_of({"pixel_values": torch.zeros(2, 3)}) is None
-
-
-def test_takes_keywords_compares_names_with_forward():
     model = torch.nn.Linear(1, 1)  # forward(input)
     taken = [accepts_as_keywords(model, batch) for batch in ({"input": 1}, {"input": 1, "text": "a"}, (1, 2))]
     assert taken == [True, False, False]

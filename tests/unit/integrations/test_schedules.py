@@ -48,12 +48,10 @@ def own(scheduler, **options):
 
 
 def rates_of(optimizer) -> list[float]:
-    """Rates and first betas of all groups."""
     return [value for group in optimizer.param_groups for value in (group["lr"], *group["betas"])]
 
 
 def stepped(optimizer, several, times: int) -> list[list[float]]:
-    """Rates and betas after each of the steps."""
     seen = []
     for _ in range(times):
         optimizer.step()
@@ -119,10 +117,6 @@ def test_schedules_that_cannot_be_rescaled_are_named_and_stay():
     before, rates = [own(scheduler)], scheduler.get_last_lr()
     assert rescale_schedules(before, Fraction(1, 2)) == rescale_schedules(before, None) == ["StepLR"]
     assert scheduler.get_last_lr() == rates and scheduler.last_epoch == 6
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_one_cycle_ends_where_accelerate_stops_stepping_it():
     optimizer, (scheduler,) = made([KINDS["one cycle"]], 2)
     before = [own(scheduler)]
     stepped(optimizer, [scheduler], 20)

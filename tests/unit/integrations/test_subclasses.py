@@ -93,13 +93,22 @@ def test_plan_is_made_for_the_loss_that_runs(tmp_path):
     assert own.plan.sequence_length == 16
 
 
-def test_loss_that_cannot_be_traced_falls_back_with_a_warning(tmp_path, caplog):
-    class Odd(transformers.Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            raise RuntimeError("not under fake tensors")
+class Weighs(transformers.Trainer):
+    def __init__(self, *args, weigh, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.weigh = weigh
 
-    trainer = with_osdp(Odd)(model=model(), args=arguments(tmp_path), train_dataset=rows(), osdp=CONFIG)
-    assert trainer.plan is not None
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return self.weigh(model, inputs)
+
+
+def weighing(tmp_path, weigh, inner=None):
+    about = {"args": arguments(tmp_path), "train_dataset": rows(), "osdp": CONFIG}
+    return with_osdp(Weighs)(model=inner or model(), weigh=weigh, **about)
+
+
+def test_loss_that_cannot_be_traced_falls_back_with_a_warning(tmp_path, caplog):
+    assert weighing(tmp_path, lambda model, inputs: 1 / 0).plan is not None
     assert "The loop's own loss cannot be traced with its batches" in caplog.text
 
 
@@ -109,58 +118,35 @@ def test_traced_loss_runs_on_fake_copies_of_its_modules(tmp_path):
             super().__init__()
             self.inner, self.own = inner, torch.nn.Parameter(torch.ones(3))
 
-        def forward(self, **inputs):
+        def forward(self, _, inputs):
             return self.inner(**inputs).loss * self.own.sum()
 
-    class Held(transformers.Trainer):
-        def __init__(self, *args, holder, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.holder = holder
-
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            return self.holder(**inputs)
-
     inner = model()
-    given = {"args": arguments(tmp_path), "train_dataset": rows(), "osdp": CONFIG}
-    trainer = with_osdp(Held)(model=inner, holder=Holder(inner), **given)
+    trainer = weighing(tmp_path, Holder(inner), inner)
     assert trainer._run.inputs.description.trace.startswith("fake tensors")
-    assert trainer.holder.inner is inner and trainer.holder.own.grad is None
-
-
-class Anneals:
-    """Weighs the loss by how often it was called."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, outputs, labels, num_items_in_batch=None):
-        self.calls += 1
-        return outputs.logits.mean() / self.calls
+    assert trainer.weigh.inner is inner and trainer.weigh.own.grad is None
 
 
 def test_tracing_does_not_advance_what_a_loss_counts(tmp_path):
-    class Counts(transformers.Trainer):
-        def __init__(self, *args, weigh, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.weigh = weigh
+    class Anneals:
+        calls = 0
 
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            return self.weigh(model(**inputs), None)
+        def __call__(self, outputs, labels, num_items_in_batch=None):
+            self.calls += 1
+            if isinstance(outputs, torch.nn.Module):  # called by `Weighs`
+                outputs = outputs(**labels)
+            return outputs.logits.mean() / self.calls
 
-    anneals = [Anneals() for _ in range(4)]
+    def enclosing(loss):
+        return lambda outputs, labels, num_items_in_batch=None: loss(outputs, labels)
+
+    own, *anneals = [Anneals() for _ in range(4)]
+    trainers = [weighing(tmp_path, own)]
     about = {"args": arguments(tmp_path), "train_dataset": rows(), "osdp": CONFIG}
-    trainers = [
-        with_osdp(Counts)(model=model(), weigh=anneals[0], **about),
-        hf_osdp.Trainer(model=model(), compute_loss_func=anneals[1], **about),
-        hf_osdp.Trainer(model=model(), compute_loss_func=enclosing(anneals[2]), **about),
-        hf_osdp.Trainer(model=model(), compute_loss_func=anneals[3].__call__, **about),
-    ]
+    for loss in (anneals[0], enclosing(anneals[1]), anneals[2].__call__):
+        trainers.append(hf_osdp.Trainer(model=model(), compute_loss_func=loss, **about))
     assert all(trainer._run.inputs.description.trace.startswith("fake tensors") for trainer in trainers)
-    assert [each.calls for each in anneals] == [0, 0, 0, 0]
-
-
-def enclosing(loss):
-    return lambda outputs, labels, num_items_in_batch=None: loss(outputs, labels)
+    assert [each.calls for each in (own, *anneals)] == [0, 0, 0, 0]
 
 
 def test_whole_weights_are_shown_while_a_trainer_saves():

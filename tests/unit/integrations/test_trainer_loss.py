@@ -25,12 +25,10 @@ import hf_osdp
 from hf_osdp import InfeasibleError, OSDPConfig, with_osdp
 from tests.helpers.sampling import slow_but
 
-SIZES = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64,
-}  # fmt: skip
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES["vocab_size"] = 64
 CONFIG = OSDPConfig(hardware="cpu", compare=False, operator_splitting=False)
-LIMIT = "1536KiB"
-"""Less than 16 samples of 32 tokens need, and more than 4."""
+LIMIT = "1536KiB"  # less than 16 samples of 32 tokens need, and more than 4
 
 
 def arguments(tmp_path, **options):
@@ -129,7 +127,7 @@ def assert_equal(figures, expected):
 
 
 def float_label(row):
-    return torch.tensor(float(row.double().mean()) / 30, dtype=torch.float64)
+    return row.double().mean() / 30
 
 
 def distilbert():
@@ -138,15 +136,14 @@ def distilbert():
     return DistilBertForMaskedLM(DistilBertConfig(**sizes, dropout=0.0, attention_dropout=0.0)).double()
 
 
+def classifier(labels, kind):
+    return lambda: llama(LlamaForSequenceClassification, num_labels=labels, problem_type=kind)
+
+
+SEVERAL = rows(32, 32, lambda row: (row[:4] > 30).double())
 CASES = {
-    "regression": (
-        lambda: llama(LlamaForSequenceClassification, num_labels=1, problem_type="regression"),
-        rows(32, 32, float_label),
-    ),
-    "multi-label": (
-        lambda: llama(LlamaForSequenceClassification, num_labels=4, problem_type="multi_label_classification"),
-        rows(32, 32, lambda row: (row[:4] > 30).double()),
-    ),
+    "regression": (classifier(1, "regression"), rows(32, 32, float_label)),
+    "multi-label": (classifier(4, "multi_label_classification"), SEVERAL),
     "masked": (distilbert, rows(32, 32, lambda row: torch.where(row % 2 == 0, row, -100))),
     "experts": (lambda: mixtral(output_router_logits=True), rows(32, 32)),
 }  # fmt: skip

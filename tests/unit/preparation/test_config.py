@@ -15,16 +15,13 @@ from hf_osdp.planner.wire import WireFormat
 from hf_osdp.preparation.config import OSDPConfig, merged_config, option_texts
 
 
-def test_defaults_leave_everything_to_the_planner():
+def test_defaults_leave_all_to_the_planner_and_texts_are_read():
     on = ("compare", "operator_splitting", "time_blocks", "report", "resume_after_restart", "save_on_sigterm")
     off = ("compile", "recalibrate", "async_save")
     others = {"strategy": "osdp", "on_oom": "raise", "communication": "exact", "simplicity": 0.01}
     stated = {**dict.fromkeys(on, True), **dict.fromkeys(off, False), **others}
     assert {name: value for name, value in dataclasses.asdict(OSDPConfig()).items() if value is not None} == stated
     assert OSDPConfig().memory_limit_bytes is None and OSDPConfig(memory_limit="8GiB").memory_limit_bytes == 8 * 2**30
-
-
-def test_block_classes_are_text_or_names():
     expected = OSDPConfig(block_classes=("GPT2Block", "BertLayer"))
     assert OSDPConfig(block_classes="GPT2Block, BertLayer") == expected
     assert OSDPConfig(block_classes=["GPT2Block", "BertLayer"]) == expected
@@ -75,13 +72,10 @@ def test_options_that_a_given_plan_leaves_without_effect_are_refused(options):
         OSDPConfig(plan=Path("p.json"), **options)
 
 
-def test_names_of_strategies_and_formats_are_the_planners():
+def test_types_and_texts_of_options_are_complete():
     hints = get_type_hints(OSDPConfig)
     assert get_args(hints["strategy"]) == tuple(strategy.value for strategy in Strategy)
     assert get_args(hints["communication"]) == (EXACT, *(wire.value for wire in WireFormat))
-
-
-def test_every_option_has_a_help_text():
     texts = option_texts()
     assert texts.keys() == {field.name for field in dataclasses.fields(OSDPConfig)}
     assert all("`" not in text and text.endswith(".") for text in texts.values()), texts

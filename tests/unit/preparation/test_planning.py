@@ -43,7 +43,6 @@ def model() -> GPT2LMHeadModel:
 
 
 def planned(model: nn.Module, *, known: Mapping[str, object] = {}, **options: object) -> PlannedRun:
-    """Plan whole blocks for the preset's hardware, where neither a profile nor a plan is given."""
     defaults = {"compare": False, "sequence_length": 16, "global_batch_size": 8}
     if "plan" not in options:
         defaults |= {"operator_splitting": False} | ({} if "profile" in options else {"hardware": HARDWARE})
@@ -64,16 +63,13 @@ def test_plan_run_searches_and_compares(model):
     assert run.problem.memory_limit_bytes == HARDWARE.device.memory_bytes and run.comparison is None
 
 
-def test_margin_stays_free_and_no_plan_fits_below_it(model, given):
+def test_margin_and_reserved_bytes_stay_free_once(model, given):
     with pytest.raises(InfeasibleError) as caught:
         planned(model, memory_limit="10KiB", operator_splitting=True)
     assert caught.value.least_peak_bytes > 10 * 2**10
     limit = given.peak_bytes
     assert planned(model, memory_limit=limit, memory_margin=0.0).plan.peak_bytes == limit
     assert planned(model, memory_limit=limit, memory_margin=0.1).plan.peak_bytes <= 0.9 * limit
-
-
-def test_reserved_bytes_count_once(model, given):
     device = replace(HARDWARE.device, memory_bytes=given.peak_bytes + 1000, reserved_bytes=1000)
     run = planned(model, hardware=replace(HARDWARE, device=device))
     assert run.problem.memory_limit_bytes == given.peak_bytes + 1000
@@ -111,10 +107,8 @@ def test_what_cannot_run_is_refused_in_one_line(model, changes, options, error, 
 
 
 def test_profile_is_the_hardware(model, tmp_path):
-    profile, path = (
-        Profile(hardware=replace(HARDWARE, device=replace(HARDWARE.device, name="profiled"))),
-        tmp_path / "p",
-    )
+    profile = Profile(hardware=replace(HARDWARE, device=replace(HARDWARE.device, name="profiled")))
+    path = tmp_path / "profile.json"
     profile.save(path)
     for given in (profile, path, str(path)):
         assert planned(model, profile=given).hardware.device.name == "profiled"
@@ -135,8 +129,6 @@ def test_recalibrate_in_one_process_tries_plan_and_leaves_weights(model):
 
 
 class Scores(nn.Module):
-    """A model of one's own, whose batch nobody else knows."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])

@@ -44,9 +44,8 @@ def assert_found(finding: Finding | None, severity: Severity, *parts: str) -> No
 def test_model_checks_find_nothing_in_sound_models(name):
     model = tiny_model(name, dtype=torch.float32)
     units = find_units(model)
-    assert not any(
-        (preflight.whole_in_one_unit(units), preflight.no_masters(units, Precision()), preflight.frozen(units))
-    )
+    assert preflight.whole_in_one_unit(units) is preflight.no_masters(units, Precision()) is None
+    assert preflight.frozen(units) is None
     assert preflight.unused_block_classes(None, ()) is None and preflight.unused_block_classes(["A"], ["A"]) is None
     check_model(model)
 
@@ -147,11 +146,6 @@ def test_memory_that_is_missing_or_held_by_others_is_found(memory, needed, sever
     assert 0 < here.free_bytes <= here.total_bytes and (here.own_bytes, here.sharing) == (0, 1)
 
 
-@pytest.fixture(scope="module")
-def units():
-    return find_units(tiny_model("gpt2", dtype=torch.float32))
-
-
 def test_checkpoint_bytes_are_what_torch_saves():
     model = tiny_model("gpt2", dtype=torch.float32)
     assert preflight.checkpoint_bytes(find_units(model), None) == sum(p.nbytes for p in model.parameters())
@@ -162,9 +156,8 @@ def test_checkpoint_bytes_are_what_torch_saves():
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values() if value.numel() > 1]
     weights = {id(p): p for p in model.state_dict(keep_vars=True).values()}
-    assert preflight.checkpoint_bytes(find_units(model), OptimizerSpec(states=2)) == sum(
-        t.nbytes for t in (*weights.values(), *states)
-    )
+    saved = sum(tensor.nbytes for tensor in (*weights.values(), *states))
+    assert preflight.checkpoint_bytes(find_units(model), OptimizerSpec(states=2)) == saved
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     assert preflight.checkpoint_bytes(find_units(model), None, adapters=True) == trained
 
@@ -185,8 +178,9 @@ def test_checkpoint_bytes_are_what_torch_saves():
     ],
 )
 def test_too_small_counts_the_checkpoints_that_will_lie_there(
-    units, tmp_path, monkeypatch, room, there, folder, severity, part
+    tmp_path, monkeypatch, room, there, folder, severity, part
 ):
+    units = find_units(tiny_model("gpt2", dtype=torch.float32))
     size = preflight.checkpoint_bytes(units, OptimizerSpec())
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10 * size, 0, int(room * size)))
     for number in range(there):
@@ -229,14 +223,11 @@ def test_findings_stand_once_after_the_plan_each_in_a_line(capsys, monkeypatch):
     assert capsys.readouterr().out == ""
 
 
-def test_frozen_model_is_refused_for_training_and_planned_for_evaluation():
+def test_errors_stand_in_one_line_and_stop_training():
     model = tiny_model("gpt2", layers=2).requires_grad_(False)
     with pytest.raises(PreflightError, match="there is nothing to train"):
         plan_run(model, run_job(CONFIG))
     assert plan_run(model, run_job(CONFIG, trains=False)).plan
-
-
-def test_errors_stand_in_one_line():
     one, two = (Finding(check, Severity.ERROR, text) for check, text in ((Check.MODEL, "One."), (Check.BATCH, "Two.")))
     warning = replace(one, severity=Severity.WARNING)
     with pytest.raises(PreflightError, match=r"^One\. Two\.$"):

@@ -78,11 +78,13 @@ def test_blocks_are_estimated_without_option_or_with_given_hardware(model, timin
     assert all(segment.forward.seconds is None for segment in description.segments)
 
 
-def test_compiled_blocks_are_timed_eager(model, timings):
-    """To compile them takes longer than planning may; their own times follow from eager ones."""
+def test_compiled_blocks_are_timed_eager_and_failing_ones_estimated(model, timings):
     with torch.compiler.set_stance("force_eager"):  # no code is generated for their description
         planned(model, compile=True)
     assert [timed.compile for timed in timings] == [False]
+    model = Failing(config(2))
+    timing = planned(model).inputs.description.timing
+    assert timing == "estimated. A copy of the model does not run: RuntimeError: no such kernel."
 
 
 def test_blocks_are_estimated_where_few_exceed_the_limit(model, timings, monkeypatch):
@@ -139,12 +141,6 @@ class Failing(GPT2LMHeadModel):
         if not isinstance(self.lm_head.weight, FakeTensor):
             raise RuntimeError("no such kernel")
         return output
-
-
-def test_a_model_that_cannot_run_alone_is_estimated(timings):
-    model = Failing(config(2))
-    timing = planned(model).inputs.description.timing
-    assert timing == "estimated. A copy of the model does not run: RuntimeError: no such kernel."
 
 
 def test_autocast_and_the_loops_own_loss_are_timed(model, timings):

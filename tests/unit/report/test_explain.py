@@ -114,7 +114,7 @@ def test_explain_without_hardware_gives_bytes_alone():
     assert not any(r.faster or r.next_fitting for r in explained(best(alone, job, 2**32), alone, job).reasons)
 
 
-def test_explanation_tables_have_kinds_streams_and_alternatives():
+def test_tables_and_content_hold_the_explanation_in_full():
     text, peak = "\n".join(rendered(peak_table(EXPLANATION))), EXPLANATION.estimate.memory.peak
     for name in peak.breakdown.__slots__:
         assert (name.replace("_", " ") in text) == (getattr(peak.breakdown, name) > 0)
@@ -128,9 +128,6 @@ def test_explanation_tables_have_kinds_streams_and_alternatives():
             assert f"{format_seconds(other.added_s)}, {format_bytes(other.over_bytes)} over the limit" in flat
         if other := reason.next_fitting:
             assert f"{format_seconds(other.added_s)}, peak {format_bytes(other.peak_bytes)}" in flat
-
-
-def test_explanation_content_holds_the_explanation_in_full():
     content = explanation_content(EXPLANATION)
     assert content["peak"]["total_bytes"] == MIXED.peak_bytes and content["step_s"] == MIXED.step_s
     assert [fqn for row in content["rows"] for fqn in row["units"]] == [unit.fqn for unit in MODEL.units]

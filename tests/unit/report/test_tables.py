@@ -34,7 +34,6 @@ HOST = HostSpec(memory_bytes=2**40, **RATES, source="made up")
 
 
 def model(*names: str, class_name: str = "Block") -> ModelDescription:
-    """A model whose blocks have these names."""
     description = transformer(layers=len(names), hidden=128)
     root, tied, *blocks = description.units
     tied = replace(tied, fqn="model.embed_tokens+lm_head", class_name="Embedding+Linear")
@@ -66,7 +65,6 @@ def rendered(table: Table, width: int = 100) -> list[str]:
 
 
 def assert_whole(lines: list[str]) -> None:
-    """Nothing was cut, and nothing is wider than the terminal."""
     assert not [line for line in lines if "…" in line]
     assert max(map(len, lines)) <= 99
 
@@ -160,17 +158,7 @@ def test_plan_table_shows_what_the_host_holds():
     assert said in plan_caption(plan, estimate, hardware)
 
 
-def test_plan_caption_says_what_the_fastest_plan_would_have_gained():
-    simplified = "0.35 % slower than the fastest plan found, which has 5 layouts instead of 4"
-    plan = replace(PLAN, simplified=simplified, proven_simplest=True)
-    *_, simpler, proven = plan_caption(plan, estimated(SMALL, plan))
-    assert simpler == f"Simpler than the fastest plan: {simplified}." and "none as simple is faster" in proven
-    *_, simpler, fastest, unproven = plan_caption(replace(plan, proven_simplest=False), estimated(SMALL, plan))
-    assert simplified in simpler and "is faster than the fastest found, by the cost model" in fastest
-    assert unproven.startswith("Not proven: that no plan near the fastest is simpler")
-
-
-def test_plan_caption_says_peak_and_step():
+def test_plan_caption_says_peak_step_and_faster_plans():
     estimate = estimated(SMALL, PLAN)
     peak, step, reduced, proven = plan_caption(PLAN, estimate)
     assert peak.startswith("Peak ")
@@ -184,6 +172,13 @@ def test_plan_caption_says_peak_and_step():
     for held, said in enumerate(("in every micro-step.", "in every micro-step, except for 1 of 4 units, whose whole")):
         units = tuple(replace(unit, reduce_every_micro_step=i >= held) for i, unit in enumerate(PLAN.units))
         assert said in plan_caption(replace(PLAN, units=units), estimated(SMALL, PLAN))[2]
+    simplified = "0.35 % slower than the fastest plan found, which has 5 layouts instead of 4"
+    plan = replace(PLAN, simplified=simplified, proven_simplest=True)
+    *_, simpler, proven = plan_caption(plan, estimated(SMALL, plan))
+    assert simpler == f"Simpler than the fastest plan: {simplified}." and "none as simple is faster" in proven
+    *_, simpler, fastest, unproven = plan_caption(replace(plan, proven_simplest=False), estimated(SMALL, plan))
+    assert simplified in simpler and "is faster than the fastest found, by the cost model" in fastest
+    assert unproven.startswith("Not proven: that no plan near the fastest is simpler")
 
 
 @pytest.mark.parametrize("limit", [1000, 3 * 2**20, 2**40])

@@ -19,16 +19,13 @@ from tests.helpers.models import tiny_model
 from tests.helpers.vision import tiny_vision
 
 
-def test_hold_master_weights_makes_trainable_parameters_float32():
+def test_model_is_prepared_with_float32_masters_and_without_cache():
     layer = nn.Linear(2, 2, dtype=torch.bfloat16)
     layer.bias.requires_grad_(False)
     hold_master_weights(layer, Precision())
     assert layer.weight.dtype is torch.bfloat16
     hold_master_weights(layer, Precision(compute=DType.BFLOAT16))
     assert (layer.weight.dtype, layer.bias.dtype) == (torch.float32, torch.bfloat16)
-
-
-def test_prepare_model_switches_cache_off_where_there_is_one():
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16))
     assert model.config.use_cache
     prepare_model(model, Precision())

@@ -90,12 +90,15 @@ def test_clip_grad_norm_scales_shards_as_torch_scales_whole_gradients(world, siz
             torch.testing.assert_close(mine, theirs, rtol=1e-14, atol=0)
 
 
-def test_clip_grad_norm_takes_single_parameter_and_second_norm():
+def test_clip_takes_single_parameters_and_total_norm_known_norms():
     parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
     parameter.grad = torch.tensor([3.0, 4.0], dtype=torch.float64)
     assert clip_grad_norm_(parameter, 10.0).item() == 5.0 and parameter.grad.tolist() == [3.0, 4.0]
     assert clip_grad_norm_(parameter, 1.0).item() == 5.0
     assert parameter.grad.norm().item() == pytest.approx(1.0, abs=1e-6)
+    for norm_type in (0.0, -1.0, -math.inf, math.nan):
+        with pytest.raises(ValueError, match=r"norm_type=.* must be positive; use 1, 2 or inf"):
+            total_norm([torch.ones(1)], norm_type)
 
 
 def test_total_norm_is_sent_where_collectives_run(monkeypatch):
@@ -125,12 +128,6 @@ def test_total_norm_has_widest_dtype_of_at_least_float32(dtypes, expected, value
     norm = total_norm([torch.full((4096,), value, dtype=dtype) for dtype in dtypes])
     assert norm.dtype == expected
     assert norm.item() == pytest.approx(value * math.sqrt(4096 * len(dtypes)), rel=1e-6)
-
-
-def test_total_norm_refuses_what_is_no_norm():
-    for norm_type in (0.0, -1.0, -math.inf, math.nan):
-        with pytest.raises(ValueError, match=r"norm_type=.* must be positive; use 1, 2 or inf"):
-            total_norm([torch.ones(1)], norm_type)
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)

@@ -51,12 +51,9 @@ def test_spec_of_optimizer_says_how_the_step_runs(options, device_type, step):
         assert spec_of_trainer_name("adamw_torch", device_type=device_type) == found
 
 
-def test_spec_of_trainer_name_knows_fused_and_stateless_optimizers():
+def test_spec_of_names_and_frozen_parameters_are_known():
     assert spec_of_trainer_name("adamw_torch_fused", device_type="cpu").step is OptimizerStep.FUSED
     assert spec_of_trainer_name("sgd", device_type="cpu").states == 0
-
-
-def test_frozen_parameters_counts_those_of_an_optimizer():
     layer = torch.nn.Linear(2, 2)
     layer.bias.requires_grad_(False)
     assert frozen_parameters(torch.optim.SGD(layer.parameters(), lr=0.1)) == 1

@@ -63,10 +63,9 @@ def test_scaler_steps_or_skips_on_both_devices(unscales, overflows):
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> list[tuple]:
-    """What the groups are while the optimizer steps."""
-    seen, groups = [], optimizer.param_groups
-    optimizer.step(lambda: seen.extend((len(g["params"]), g["lr"], g["foreach"], g["fused"]) for g in groups))
-    return seen
+    seen: list[dict] = []
+    optimizer.step(lambda: seen.extend(dict(group) for group in optimizer.param_groups))
+    return [(len(group["params"]), group["lr"], group["foreach"], group["fused"]) for group in seen]
 
 
 def test_step_by_device_makes_a_group_for_each_device():
@@ -80,7 +79,7 @@ def test_step_by_device_makes_a_group_for_each_device():
     assert stepped(on_one_device) == [(4, 0.1, True, None)]
 
 
-def test_step_by_device_keeps_counts_in_optimizer_groups():
+def test_step_by_device_keeps_groups_after_counts_and_errors():
     class Counting(torch.optim.SGD):
         @torch.no_grad()
         def step(self, closure=None):
@@ -93,9 +92,6 @@ def test_step_by_device_keeps_counts_in_optimizer_groups():
     optimizer.step()
     optimizer.step()
     assert [group["k"] for group in optimizer.param_groups] == [2]
-
-
-def test_step_by_device_restores_groups_after_a_step_that_raised():
     optimizer = torch.optim.AdamW(parameters_of(mixed=True), lr=0.1)
     step_by_device(optimizer)
     with pytest.raises(ZeroDivisionError):
