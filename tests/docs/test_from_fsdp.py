@@ -63,7 +63,7 @@ HAVING = {name: row[1] for name, row in NAMED.items() if row[1].startswith(("no 
 
 
 @pytest.mark.parametrize("name", sorted(HAVING.keys() - {"cpu_offload"}))
-def test_an_option_in_the_file_has_the_effect_of_its_row(name, monkeypatch):
+def test_option_in_the_file_has_the_effect_of_its_row(name, monkeypatch):
     plain = OSDPPlugin()
     monkeypatch.setenv(f"FSDP_{name.upper()}", IN_FILE.get(name, "true"))
     changed = OSDPPlugin()

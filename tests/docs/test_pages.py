@@ -6,12 +6,14 @@ import ast
 import fnmatch
 import functools
 import importlib
+import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 import hf_osdp
 from hf_osdp.cli.app import app
@@ -122,3 +124,27 @@ def anchors(path: Path) -> set[str]:
     titles = re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE)
     plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).lower() for title in titles)
     return {re.sub(r"[^\w\- ]", "", title).strip().replace(" ", "-") for title in plain}
+
+
+PLANNING = re.compile(r"hf-osdp (plan|explain|compare|what-if|doctor) ")
+BLOCKS = [
+    [line.strip() for line in re.sub(r"\\\n\s*", " ", block["code"]).splitlines() if PLANNING.match(line.strip())]
+    for name in TEXTS
+    for block in FENCE.finditer(text(name))
+    if block["language"] == "bash"
+]
+HEADS = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 64}
+SHAPE = {"model_type": "llama", **HEADS, "intermediate_size": 128, "vocab_size": 300, "max_position_embeddings": 8192}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block], ids=lambda block: block[-1][:50])
+def test_planning_commands_run(block, tmp_path, monkeypatch):
+    pytest.importorskip("altair")
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    for command in block:
+        _, name, model, *options = shlex.split(command)
+        done = CliRunner().invoke(app, [name, model if model.endswith("plan.json") else "config.json", *options])
+        assert done.exit_code == 0, f"{command}\n{done.output}"

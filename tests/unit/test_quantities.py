@@ -16,16 +16,13 @@ def test_parse_bytes_reads_numbers_with_and_without_units(text, nbytes):
     assert parse_bytes(text) == nbytes
 
 
-@pytest.mark.parametrize(
-    ("message", "value"),
-    [
-        *((r"is not a number of bytes; .*for example 8GiB", value) for value in (
-            "", "GiB", "8 XB", "eight", "8GiB of memory", "-1GiB", "0x10", "1,5 GiB", "8 G iB", None, True, [8],
-            b"8")),
-        *(("must be between 1 byte and", value) for value in (
-            0, -5, 0.5, "0GiB", "0.1", 2**60, "1e300", float("nan"), float("inf"), "1e999")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("message", "value"), [
+    *((r"is not a number of bytes; .*for example 8GiB", value) for value in (
+        "", "GiB", "8 XB", "eight", "8GiB of memory", "-1GiB", "0x10", "1,5 GiB", "8 G iB", None, True, [8],
+        b"8")),
+    *(("must be between 1 byte and", value) for value in (
+        0, -5, 0.5, "0GiB", "0.1", 2**60, "1e300", float("nan"), float("inf"), "1e999")),
+])  # fmt: skip
 def test_parse_bytes_refuses_what_is_no_amount(message, value):
     with pytest.raises(ValueError, match=f"limit=.* {message}"):
         parse_bytes(value, name="limit")
@@ -39,19 +36,16 @@ def test_parse_limit_asks_for_unit_where_bytes_are_implausible():
             parse_limit(value, name="limit")
 
 
-@pytest.mark.parametrize(
-    ("write", "value", "text"),
-    [
-        *((format_bytes, *pair) for pair in (
-            (0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (2**20, "1.0 MiB"),
-            (3 * 2**29, "1.5 GiB"),
-            (2**40, "1.00 TiB"), (-2048, "-2.0 KiB"), (5 * 2**50, "5120.00 TiB"))),
-        *((format_seconds, *pair) for pair in (
-            (0, "0 s"), (123.4, "123 s"), (1.5, "1.50 s"), (0.0123, "12.3 ms"), (12e-6, "12.0 us"),
-            (-0.5, "-500.0 ms"))),
-        *((format_count, *pair) for pair in (
-            (124439808, "124.4M"), (175e9, "175.0B"), (1.0e12, "1.0T"), (2500, "2.5K"), (999, "999"), (0, "0"))),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("write", "value", "text"), [
+    *((format_bytes, *pair) for pair in (
+        (0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (2**20, "1.0 MiB"),
+        (3 * 2**29, "1.5 GiB"),
+        (2**40, "1.00 TiB"), (-2048, "-2.0 KiB"), (5 * 2**50, "5120.00 TiB"))),
+    *((format_seconds, *pair) for pair in (
+        (0, "0 s"), (123.4, "123 s"), (1.5, "1.50 s"), (0.0123, "12.3 ms"), (12e-6, "12.0 us"),
+        (-0.5, "-500.0 ms"))),
+    *((format_count, *pair) for pair in (
+        (124439808, "124.4M"), (175e9, "175.0B"), (1.0e12, "1.0T"), (2500, "2.5K"), (999, "999"), (0, "0"))),
+])  # fmt: skip
 def test_quantities_are_written_in_units_that_suit(write, value, text):
     assert write(value) == text

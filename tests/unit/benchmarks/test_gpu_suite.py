@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks import gpu_memory, headline
 from benchmarks.gpu_suite import __main__ as suite
 from benchmarks.gpu_suite import runner
 from benchmarks.gpu_suite.page import WIDTH, page, records_of
@@ -68,3 +70,12 @@ def test_the_whole_rehearsal_ends_well(tmp_path):
     text = (tmp_path / "results.md").read_text()
     assert "Rehearsal on the CPU; no GPU yet" in text and "| all-reduce | False | 1 | right |" in text
     assert max(map(len, text.splitlines())) <= WIDTH
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_nothing_claimed_without_a_device(tmp_path, monkeypatch, capsys):
+    assert suite.main(["--minutes", "1", "--out", str(tmp_path)]) == suite.NOTHING_MEASURED
+    assert headline.main(["--device", "cuda"]) == headline.NOTHING_MEASURED
+    assert capsys.readouterr().err.count("nothing was measured") == 2
+    monkeypatch.setattr("sys.argv", ["gpu_memory.py", "--quick"])
+    assert gpu_memory.main() == 0 and "nothing was measured" in capsys.readouterr().out

@@ -32,7 +32,7 @@ def names_in(folder):
     return sorted(path.name for path in folder.iterdir() if path.name != ".partial")
 
 
-def test_complete_folder_appears_with_a_record_and_none_after_an_error(tmp_path):
+def test_complete_folder_appears_with_record_and_none_after_an_error(tmp_path):
     folder = small(tmp_path)
     manifest = Manifest.load(folder)
     assert manifest.files == {"inside/file": FileRecord.of(folder / "inside" / "file")}

@@ -59,13 +59,10 @@ def form(monkeypatch):
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("count", "current", "local_rank", "has_group", "expected"),
-    [
-        (8, 0, "3", False, 3), (1, 0, "3", False, 0), (8, 5, "3", False, 5), (8, 2, None, False, 2),
-        (8, 0, None, False, 0), (8, 0, "3", True, 0), (8, 2, "3", True, 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("count", "current", "local_rank", "has_group", "expected"), [
+    (8, 0, "3", False, 3), (1, 0, "3", False, 0), (8, 5, "3", False, 5), (8, 2, None, False, 2),
+    (8, 0, None, False, 0), (8, 0, "3", True, 0), (8, 2, "3", True, 2),
+])  # fmt: skip
 def test_own_gpu_without_group_is_that_of_local_rank(
     gpus, form, monkeypatch, count, current, local_rank, has_group, expected
 ):

@@ -37,14 +37,11 @@ def test_launch_request_has_the_options_of_the_file(strategy, more, expected):
     assert (request.osdp, request.use_cpu, dict(request.options)) == expected
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "OSDP", "{'osdp': True, 1: 2}", "{{}: 1, 'osdp': True}", "{'osdp': " + "[" * 15000,
-        "{'osdp': True, 'memory_limit': " + "-" * 15000 + "1}", "{'osdp': True, 'memory_limit': " + "1" * 10**6 + "}",
-        "{'osdp': __import__('os').system('ls')}", "{'memory_limit': '8GiB'}",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("strategy", [
+    "OSDP", "{'osdp': True, 1: 2}", "{{}: 1, 'osdp': True}", "{'osdp': " + "[" * 15000,
+    "{'osdp': True, 'memory_limit': " + "-" * 15000 + "1}", "{'osdp': True, 'memory_limit': " + "1" * 10**6 + "}",
+    "{'osdp': __import__('os').system('ls')}", "{'memory_limit': '8GiB'}",
+])  # fmt: skip
 def test_launch_request_refuses_what_it_cannot_read_in_one_line(strategy):
     with pytest.raises(ValueError, match="cannot be read") as caught:
         requested(strategy)

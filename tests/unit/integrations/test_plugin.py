@@ -130,22 +130,19 @@ def test_plugin_for_takes_either_name_and_one_of_them(monkeypatch):
     assert plugin_for({"strategy": "ddp"}, None, None).osdp == OSDPConfig(strategy="ddp", memory_limit="1GiB")
 
 
-@pytest.mark.parametrize(
-    ("asked", "fsdp_config", "launched", "expected"),
-    [
-        (None, None, None, None),
-        (True, None, None, {}),
-        (None, None, ON, {"memory_limit": "1GiB"}),
-        (False, None, ON, None),
-        ({"strategy": "ddp"}, None, ON, {"strategy": "ddp", "memory_limit": "1GiB"}),
-        (OSDPConfig(memory_limit="2GiB"), None, DDP, {"memory_limit": "2GiB", "strategy": "ddp"}),
-        ({"strategy": "osdp"}, None, DDP, {}),
-        (None, None, OFF, None),
-        (True, None, OFF, {"memory_limit": "1GiB"}),
-        (None, {"osdp": {"strategy": "hsdp"}}, ON, {"strategy": "hsdp", "memory_limit": "1GiB"}),
-        (None, {"osdp": False}, ON, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("asked", "fsdp_config", "launched", "expected"), [
+    (None, None, None, None),
+    (True, None, None, {}),
+    (None, None, ON, {"memory_limit": "1GiB"}),
+    (False, None, ON, None),
+    ({"strategy": "ddp"}, None, ON, {"strategy": "ddp", "memory_limit": "1GiB"}),
+    (OSDPConfig(memory_limit="2GiB"), None, DDP, {"memory_limit": "2GiB", "strategy": "ddp"}),
+    ({"strategy": "osdp"}, None, DDP, {}),
+    (None, None, OFF, None),
+    (True, None, OFF, {"memory_limit": "1GiB"}),
+    (None, {"osdp": {"strategy": "hsdp"}}, ON, {"strategy": "hsdp", "memory_limit": "1GiB"}),
+    (None, {"osdp": False}, ON, None),
+])  # fmt: skip
 def test_requested_config_merges_argument_fsdp_config_and_launcher(
     tmp_path, monkeypatch, asked, fsdp_config, launched, expected
 ):

@@ -78,31 +78,28 @@ WHOLE = "is not divided by num_items_in_batch"
 ONE_LABEL = {"train_dataset": rows(label=lambda row: torch.tensor(1))}
 
 
-@pytest.mark.parametrize(
-    ("make", "base", "options", "given", "reason"),
-    [
-        (llama, None, {}, {}, None),
-        (lambda: get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"])), None, {}, {}, None),
-        (llama, None, {}, {"compute_loss_func": divided}, None),
+@pytest.mark.parametrize(("make", "base", "options", "given", "reason"), [
+    (llama, None, {}, {}, None),
+    (lambda: get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"])), None, {}, {}, None),
+    (llama, None, {}, {"compute_loss_func": divided}, None),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (lambda: llama(type("Named", (LlamaForCausalLM,), {})), None, {}, {}, None),
+        (llama, None, {"label_smoothing_factor": 0.1}, {}, None),
         (llama, OwnSum, {}, {}, None),
-        *(pytest.param(*case, None, marks=pytest.mark.slow) for case in (
-            (lambda: llama(type("Named", (LlamaForCausalLM,), {})), None, {}, {}),
-            (llama, None, {"label_smoothing_factor": 0.1}, {}),
-            (mixtral, None, {}, {}))),
-        (lambda: llama(Mean), None, {}, {}, f"The loss of Mean {WHOLE}"),
-        (lambda: BertForSequenceClassification(BERT), None, {}, ONE_LABEL,
-         f"The loss of BertForSequenceClassification {WHOLE}"),
-        (llama, None, {}, {"compute_loss_func": lambda outputs, *_, **__: outputs.logits.mean()},
-         f"The loss of compute_loss_func {WHOLE}"),
-        (llama, OwnMean, {}, {}, f"The loss of OwnMean.compute_loss {WHOLE}"),
-        (lambda: mixtral(output_router_logits=True), None, {}, {},
-         "The loss of MixtralForCausalLM is not a sum over samples"),
-        (llama, None, {"average_tokens_across_devices": False}, {}, "average_tokens_across_devices=False"),
-        (llama, None, {"dataloader_drop_last": True}, {}, "dataloader_drop_last=True"),
-        (llama, None, {"accelerator_config": {"even_batches": False}}, {}, "even_batches=False"),
-        (llama, None, {"dataloader_drop_last": True}, {"train_dataset": Dataset.from_list(rows(8))}, None),
-    ],
-)  # fmt: skip
+        (mixtral, None, {}, {}, None))),
+    (lambda: llama(Mean), None, {}, {}, f"The loss of Mean {WHOLE}"),
+    (lambda: BertForSequenceClassification(BERT), None, {}, ONE_LABEL,
+     f"The loss of BertForSequenceClassification {WHOLE}"),
+    (llama, None, {}, {"compute_loss_func": lambda outputs, *_, **__: outputs.logits.mean()},
+     f"The loss of compute_loss_func {WHOLE}"),
+    (llama, OwnMean, {}, {}, f"The loss of OwnMean.compute_loss {WHOLE}"),
+    (lambda: mixtral(output_router_logits=True), None, {}, {},
+     "The loss of MixtralForCausalLM is not a sum over samples"),
+    (llama, None, {"dataloader_drop_last": True}, {}, "dataloader_drop_last=True"),
+    (llama, None, {"average_tokens_across_devices": False}, {}, "average_tokens_across_devices=False"),
+    (llama, None, {"accelerator_config": {"even_batches": False}}, {}, "even_batches=False"),
+    (llama, None, {"dataloader_drop_last": True}, {"train_dataset": Dataset.from_list(rows(8))}, None),
+])  # fmt: skip
 def test_micro_batches_stay_unless_their_losses_add_up(tmp_path, caplog, make, base, options, given, reason):
     args = arguments(tmp_path, gradient_accumulation_steps=2, **options)
     cls = with_osdp(base or transformers.Trainer)

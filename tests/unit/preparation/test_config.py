@@ -57,14 +57,11 @@ def test_bad_options_give_value_limit_and_remedy_in_one_line(options, parts):
     assert all(part in str(caught.value) for part in parts) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"strategy": "ddp"}, {"hardware": "h100"}, {"profile": "p.json"}, {"nodes": 7}, {"recalibrate": True},
-        {"on_oom": "replan"}, {"memory_margin": 0.1}, {"simplicity": 0.02}, {"recompute": False},
-        {"host_offload": False}, {"split_vocabulary": False}, {"operator_splitting": False},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("options", [
+    {"strategy": "ddp"}, {"hardware": "h100"}, {"profile": "p.json"}, {"nodes": 7}, {"recalibrate": True},
+    {"on_oom": "replan"}, {"memory_margin": 0.1}, {"simplicity": 0.02}, {"recompute": False},
+    {"host_offload": False}, {"split_vocabulary": False}, {"operator_splitting": False},
+])  # fmt: skip
 def test_options_that_a_given_plan_leaves_without_effect_are_refused(options):
     ((name, value),) = options.items()
     shown = name if name in ("hardware", "profile") else f"{name}={value!r}"

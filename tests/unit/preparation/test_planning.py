@@ -65,7 +65,7 @@ def test_plan_run_searches_and_compares(model):
 
 def test_margin_and_reserved_bytes_stay_free_once(model, given):
     with pytest.raises(InfeasibleError) as caught:
-        planned(model, memory_limit="10KiB", operator_splitting=True)
+        planned(model, memory_limit="10KiB")
     assert caught.value.least_peak_bytes > 10 * 2**10
     limit = given.peak_bytes
     assert planned(model, memory_limit=limit, memory_margin=0.0).plan.peak_bytes == limit
