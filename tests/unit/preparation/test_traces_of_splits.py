@@ -26,11 +26,11 @@ from hf_osdp.tracing.describe import describe
 from tests.helpers.problems import run_job
 from tests.helpers.sampling import slow_but
 
-SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 512, "n_positions": 32}
+SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 32, "vocab_size": 512, "n_positions": 32}
 MODELS = {
     "tied head": lambda: GPT2LMHeadModel(GPT2Config(**SIZES)),
     "rotary positions": lambda: LlamaForCausalLM(
-        LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
+        LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=512)
     ),
 }
 
