@@ -13,7 +13,6 @@ PLACE = "\0"
 
 
 def page(name: str) -> str:
-    """The text of a page."""
     return (DOCS / name).read_text(encoding="utf-8")
 
 
@@ -28,7 +27,6 @@ def text_of(node: ast.expr) -> str | None:
 
 @functools.cache
 def source_trees() -> tuple[ast.Module, ...]:
-    """Every module of the package, parsed."""
     return tuple(ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "hf_osdp").rglob("*.py")))
 
 

@@ -20,13 +20,9 @@ ROWS = [
     if line.startswith("| `")
 ]
 NAMED = {name: row for row in ROWS for name in re.findall(r"`(\w+)`", row[0])}
-OF_PLUGIN = {
-    "version": "fsdp_version",
-    "transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap",
-    "offload_params": "cpu_offload",
-}
-VALUES = {"auto_wrap_policy": "size_based_wrap", "limit_all_gathers": False}
-"""Of options of which True is no value, or the default."""
+CLASSES = {"transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap"}
+OF_PLUGIN = {"version": "fsdp_version", "offload_params": "cpu_offload", **CLASSES}
+VALUES = {"auto_wrap_policy": "size_based_wrap", "limit_all_gathers": False}  # where True is none, or the default
 IN_FILE = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": "1000", "backward_prefetch": "BACKWARD_PRE",
            "state_dict_type": "SHARDED_STATE_DICT"}  # fmt: skip
 
@@ -34,33 +30,21 @@ IN_FILE = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": "1000", "bac
 @pytest.fixture(autouse=True)
 def launched(monkeypatch):
     """As `accelerate launch` starts a process with the page's second file."""
-    for name, value in {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2",
-        "FSDP_SHARDING_STRATEGY": "{'osdp': True}",
-    }.items():
+    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "{'osdp': True}")
 
 
 def fields_of(plugin: OSDPPlugin) -> dict[str, str]:
-    return {
-        field.name: str(getattr(plugin, field.name))
-        for field in dataclasses.fields(plugin)
-        if field.name != "auto_wrap_policy"
-    }
+    names = {field.name for field in dataclasses.fields(plugin)} - {"auto_wrap_policy"}
+    return {name: str(getattr(plugin, name)) for name in names}
 
 
-def test_every_option_of_the_file_and_of_the_plugin_has_a_row():
-    flags = {
-        option.removeprefix("--fsdp_") for action in launch_command_parser()._actions for option in action.option_strings  # noqa: E501
-        if option.startswith("--fsdp_")
-    }  # fmt: skip
-    fields = {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
-    fields -= {
-        "state_dict_config",
-        "optim_state_dict_config",
-        *OF_PLUGIN.values(),
-    }  # the first two follow from state_dict_type
+def test_every_option_of_file_and_plugin_has_a_row():
+    options = [option for action in launch_command_parser()._actions for option in action.option_strings]
+    flags = {option.removeprefix("--fsdp_") for option in options if option.startswith("--fsdp_")}
+    fields = {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)} - {*OF_PLUGIN.values()}
+    fields -= {"state_dict_config", "optim_state_dict_config"}  # follow from state_dict_type
     assert flags | fields <= set(NAMED)
 
 
@@ -75,21 +59,15 @@ def test_the_plugin_refuses_what_the_page_says_it_refuses():
         OSDPPlugin(fsdp_version=1)
 
 
-@pytest.mark.parametrize("name", [name for name, row in NAMED.items() if row[1] == "no effect"])
-def test_what_has_no_effect_in_the_file_changes_nothing(name, monkeypatch):
-    plain = fields_of(OSDPPlugin())
-    monkeypatch.setenv(f"FSDP_{name.upper()}", IN_FILE.get(name, "true"))
-    assert fields_of(OSDPPlugin()) == plain
+HAVING = {name: row[1] for name, row in NAMED.items() if row[1].startswith(("no effect", "taken"))}
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, row in NAMED.items() if row[1].startswith("taken") and name != "cpu_offload"]
-)
-def test_what_is_taken_from_the_file_changes_the_plugin(name, monkeypatch):
+@pytest.mark.parametrize("name", sorted(HAVING.keys() - {"cpu_offload"}))
+def test_option_in_the_file_has_the_effect_of_its_row(name, monkeypatch):
     plain = OSDPPlugin()
     monkeypatch.setenv(f"FSDP_{name.upper()}", IN_FILE.get(name, "true"))
-    taken = OSDPPlugin()
-    assert (fields_of(taken), taken.osdp) != (fields_of(plain), plain.osdp)
+    changed = OSDPPlugin()
+    assert ((fields_of(changed), changed.osdp) == (fields_of(plain), plain.osdp)) == (HAVING[name] == "no effect")
 
 
 def test_checkpointing_with_offload_is_refused_from_file_and_plugin(monkeypatch):

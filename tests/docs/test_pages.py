@@ -6,12 +6,14 @@ import ast
 import fnmatch
 import functools
 import importlib
+import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 import hf_osdp
 from hf_osdp.cli.app import app
@@ -19,15 +21,7 @@ from hf_osdp.cli.app import app
 from .pages import DOCS, ROOT, page
 
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
-ELSEWHERE = (
-    "README.md",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "SECURITY.md",
-    "recipes/README.md",
-    "recipes/bert_large/README.md",
-)
-"""Files in Markdown that lie outside of docs/; most are pages of the site."""
+ELSEWHERE = "README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md recipes/README.md recipes/bert_large/README.md".split()
 TEXTS = (*(f"docs/{name}" for name in PAGES), *ELSEWHERE)
 EQUATION_PAGES = ("planner.md", "planner_search.md")
 EQUATION = re.compile(r"^### (?P<title>.+)\n(?P<body>(?:(?!^#).*\n)*)", re.MULTILINE)
@@ -38,17 +32,15 @@ FILE = re.compile(r"`((?:hf_osdp|tests|docs|recipes|benchmarks|accelerate_config
 
 
 def text(name: str) -> str:
-    """A page by its path in the repository."""
     return (ROOT / name).read_text(encoding="utf-8")
 
 
 def equations() -> dict[str, dict[str, list[str]]]:
-    """Each section of the pages about the planner, with the names that its fields have."""
-    sections = [section for name in EQUATION_PAGES for section in EQUATION.finditer(page(name))]
-    return {
-        s["title"]: {f["name"]: re.findall(r"`([^`]+)`", f["value"]) for f in FIELD.finditer(s["body"])}
-        for s in sections
-    }
+    found = {}
+    for section in (section for name in EQUATION_PAGES for section in EQUATION.finditer(page(name))):
+        fields = FIELD.finditer(section["body"])
+        found[section["title"]] = {field["name"]: re.findall(r"`([^`]+)`", field["value"]) for field in fields}
+    return found
 
 
 def named(path: str) -> object:
@@ -69,36 +61,36 @@ def names_in(path: str) -> frozenset[str]:
     return frozenset(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
-def test_every_equation_has_a_function_and_a_test():
-    assert len(equations()) > 25
-    for title, fields in equations().items():
-        assert fields.get("Computed") and fields.get("Checked"), title
-
-
 @pytest.mark.parametrize("title", equations())
-def test_functions_and_tests_of_an_equation_are_there(title):
-    for name in equations()[title]["Computed"]:
+def test_every_equation_has_a_function_and_a_test(title):
+    computed, checked = (equations()[title][field] for field in ("Computed", "Checked"))
+    assert computed and checked and len(equations()) > 25
+    for name in computed:
         assert named(name).__doc__, name
-    for name in equations()[title]["Checked"]:
+    for name in checked:
         path, _, test = name.partition("::")
         assert test.startswith("test_") and test in names_in(path), name
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_files_that_are_named_are_there(name):
-    missing = [path for path in FILE.findall(text(name)) if not (ROOT / path).exists()]
-    assert not missing
+def test_files_and_links_of_a_page_lead_somewhere(name):
+    assert not [path for path in FILE.findall(text(name)) if not (ROOT / path).exists()]
+    dead = []
+    for link in LINK.finditer(prose(path := ROOT / name)):
+        target = (path.parent / link["path"]).resolve() if link["path"] else path
+        section = link["section"]
+        if not target.exists() or (section and target.suffix == ".md" and section[1:] not in anchors(target)):
+            dead.append(link[0])
+    assert not dead
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_python_on_a_page_imports_what_there_is(name):
-    for block in FENCE.finditer(text(name)):
-        if block["language"] != "python":
-            continue
-        for node in ast.walk(ast.parse(block["code"])):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_osdp"):
-                module = importlib.import_module(node.module)
-                assert all(hasattr(module, alias.name) for alias in node.names)
+def test_python_on_pages_imports_what_there_is():
+    blocks = [block["code"] for name in TEXTS for block in FENCE.finditer(text(name)) if block["language"] == "python"]
+    nodes = [node for code in blocks for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
+    for node in nodes:
+        if (node.module or "").startswith("hf_osdp"):
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
 
 
 def commands() -> list[str]:
@@ -114,23 +106,16 @@ def test_commands_on_the_pages_are_understood():
         group.commands[name].make_context(name, arguments)  # refuses unknown options and values
 
 
-def test_the_reference_has_every_public_name():
+def test_every_page_and_public_name_is_in_the_contents():
+    blocks = re.findall(r"```\{toctree\}\n(.*?)```", page("index.md"), re.DOTALL)
+    listed = {line for block in blocks for line in block.splitlines()}
+    names = [name.removesuffix(".md") for name in PAGES if name != "index.md"]
+    assert not [name for name in names if not any(fnmatch.fnmatchcase(name, line) for line in listed)]
     listed = re.findall(r"^\.\. auto\w+:: (\w+)$", page("api.md") + page("options.md"), re.MULTILINE)
     assert sorted(listed) == sorted(name for name in hf_osdp.__all__ if name != "__version__")
 
 
-def test_every_page_is_in_the_contents():
-    listed = {
-        line
-        for block in re.findall(r"```\{toctree\}\n(.*?)```", page("index.md"), re.DOTALL)
-        for line in block.splitlines()
-    }
-    names = [name.removesuffix(".md") for name in PAGES if name != "index.md"]
-    assert not [name for name in names if not any(fnmatch.fnmatchcase(name, line) for line in listed)]
-
-
 def prose(path: Path) -> str:
-    """A page without its blocks of code."""
     return re.sub(r"^(`{3,})[^\n]*\n.*?^\1$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
@@ -141,13 +126,25 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title).strip().replace(" ", "-") for title in plain}
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_links_inside_the_repository_lead_somewhere(name):
-    path = ROOT / name
-    dead = []
-    for link in LINK.finditer(prose(path)):
-        target = (path.parent / link["path"]).resolve() if link["path"] else path
-        section = link["section"]
-        if not target.exists() or (section and target.suffix == ".md" and section[1:] not in anchors(target)):
-            dead.append(link[0])
-    assert not dead
+PLANNING = re.compile(r"hf-osdp (plan|explain|compare|what-if|doctor) ")
+BLOCKS = [
+    [line.strip() for line in re.sub(r"\\\n\s*", " ", block["code"]).splitlines() if PLANNING.match(line.strip())]
+    for name in TEXTS
+    for block in FENCE.finditer(text(name))
+    if block["language"] == "bash"
+]
+HEADS = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 64}
+SHAPE = {"model_type": "llama", **HEADS, "intermediate_size": 128, "vocab_size": 300, "max_position_embeddings": 8192}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block], ids=lambda block: block[-1][:50])
+def test_planning_commands_run(block, tmp_path, monkeypatch):
+    pytest.importorskip("altair")
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    for command in block:
+        _, name, model, *options = shlex.split(command)
+        done = CliRunner().invoke(app, [name, model if model.endswith("plan.json") else "config.json", *options])
+        assert done.exit_code == 0, f"{command}\n{done.output}"

@@ -16,9 +16,7 @@ from .pages import ROOT
 
 
 def built(folder: str) -> tuple[int, str]:
-    """Build the site in this process, which `run_ranks` forked from one that has imported torch; exit code and
-    warnings.
-    """
+    """Build the site in this process, a fork of one that has imported torch; exit code and warnings."""
     from sphinx.cmd.build import build_main
 
     os.chdir(ROOT)
@@ -41,9 +39,8 @@ def test_site_holds_what_is_generated_and_needs_no_script(site):
         return (site / f"{name}.html").read_text(encoding="utf-8")
 
     assert "--memory-limit" in text("cli") and "a100-80" in text("presets") and "SFT, packing" in text("compatibility")
-    assert (
-        "Args" not in text("api") and "StopSignal" in text("api") and "GLOO_SOCKET_IFNAME" in text("several_machines")
-    )
+    assert "Args" not in text("api") and "StopSignal" in text("api")
+    assert "GLOO_SOCKET_IFNAME" in text("several_machines")
     assert (site / "_images" / "plan.png").read_bytes()[:4] == b"\x89PNG"
     pages = [text("planner"), text("planner_search")]
     assert sum(page.count("<math") for page in pages) > 60

@@ -1,4 +1,4 @@
-"""The programs on the pages run: here on forked ranks that do not measure the machine, and slowly as the pages say."""
+"""The programs on the pages run, here on forked ranks that do not measure the machine, and slowly as pages say."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ SNIPPETS = DOCS / "snippets"
 
 
 def ran(name: str, folder: str, *arguments: str) -> str:
-    """Run a snippet in this process, in a folder; what it printed."""
     take_preset()
     os.chdir(folder)
     sys.argv = [name, *arguments]
@@ -35,7 +34,6 @@ def ran(name: str, folder: str, *arguments: str) -> str:
 
 
 def on_two_ranks(name: str, folder: Path, *arguments: str) -> str:
-    """What rank 0 printed."""
     return run_ranks(ran, 2, name, str(folder), *arguments, init=False, timeout_s=120)[0]
 
 
@@ -68,6 +66,7 @@ def test_the_plain_loop(tmp_path):
     assert saved_tensors(tmp_path / "runs/plain_loop") > 20
 
 
+@pytest.mark.slow
 def test_the_same_training(tmp_path):
     printed = on_two_ranks("same_training", tmp_path)
     assert float(re.search(r"further off than (\S+)", printed)[1]) < 1e-12
@@ -77,9 +76,8 @@ def test_the_same_training(tmp_path):
 def test_the_native_plan(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=16, vocab_size=61)).save_pretrained(
-        tmp_path
-    )
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=16, vocab_size=61)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
     assert "{'transformer.h.*': 'free_full_weight'}" in on_two_ranks("native_plan", tmp_path, str(tmp_path))
 
 
@@ -87,11 +85,8 @@ def test_the_native_plan(tmp_path):
 def test_the_plan_on_paper_prints_what_the_page_says(tmp_path):
     printed = run_ranks(ran, 1, "plan_on_paper", str(tmp_path), init=False)[0]
     shown = re.search(r"it prints\n\n```text\n(.*?)```", page("quickstart.md"), re.DOTALL)[1]
-    assert (
-        printed.startswith(shown)
-        and "plan.proven_optimal=" in printed
-        and "No plan fits 2.0 GiB per device" in printed
-    )
+    assert printed.startswith(shown) and "plan.proven_optimal=" in printed
+    assert "No plan fits 2.0 GiB per device" in printed
 
 
 @pytest.mark.slow
@@ -100,15 +95,10 @@ def test_the_simulation_prints_what_the_page_says(tmp_path):
     assert printed.strip() in page("verification.md")
 
 
-def assert_ends_well(command: list[object], folder: Path) -> str:
-    done = run_program(command, cwd=folder)
-    assert done.returncode == 0, ends_of(done.stderr)
-    return done.stdout
-
-
 @pytest.mark.slow
 def test_the_cells_of_the_notebook(tmp_path):
     text = (SNIPPETS / "in_notebook.py").read_text(encoding="utf-8")
     program = tmp_path / "cells.py"
     program.write_text(text.replace("num_processes=2", f'num_processes=2, use_port="{free_port()}"'), encoding="utf-8")
-    assert "2 processes, loss" in assert_ends_well([sys.executable, program], tmp_path)
+    done = run_program([sys.executable, program], cwd=tmp_path)
+    assert done.returncode == 0 and "2 processes, loss" in done.stdout, ends_of(done.stderr)

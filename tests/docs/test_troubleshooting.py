@@ -1,32 +1,20 @@
-"""The troubleshooting pages quote messages that are really raised, and have every one of the errors that a run may
-end with.
-"""
+"""The troubleshooting pages quote messages that are really raised, and have every error that may end a run."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 
 import pytest
 
 from .pages import PLACE, page, source_strings, source_trees, text_of
 
-PAGES = (
-    "troubleshooting.md", "troubleshooting_models.md", "troubleshooting_runs.md", "troubleshooting_training.md",
-    "troubleshooting_files.md",
-)  # fmt: skip
+PAGES = [f"troubleshooting{part}.md" for part in ("", "_models", "_runs", "_training", "_files")]
 FOREIGN = "## Messages of torch, Accelerate and transformers"
 ENTRY = re.compile(r"^`(?P<message>[^`\n]+)`\n: ", re.MULTILINE)
 BLANK = re.compile(r"‹[^›]*›")
-COVERED = (
-    "InfeasibleError",
-    "CheckpointError",
-    "PlanError",
-    "PlanMismatchError",
-    "HardwareError",
-    "ProfileError",
-    "LaunchError",
-)
+COVERED = "InfeasibleError CheckpointError PlanError PlanMismatchError HardwareError ProfileError LaunchError".split()
 
 
 def messages() -> list[str]:
@@ -49,18 +37,15 @@ def test_every_quoted_message_is_in_the_source():
     assert len(messages()) > 80 and not strange
 
 
+@functools.cache
+def raised() -> list[tuple[str, str]]:
+    """Name and text of all calls with a text first."""
+    calls = [node for tree in source_trees() for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]
+    return [(ast.unparse(node.func), text) for node in calls if (text := text_of(node.args[0]))]
+
+
 @pytest.mark.parametrize("name", COVERED)
 def test_every_error_of_these_kinds_has_an_entry(name):
-    raised = [
-        text
-        for tree in source_trees()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and ast.unparse(node.func) == name
-        and node.args
-        and (text := text_of(node.args[0]))
-    ]
-    missing = [
-        text.replace(PLACE, "‹...›") for text in raised if not any(says(text, message) for message in messages())
-    ]
-    assert raised and not missing, "no page of troubleshooting has an entry for these"
+    texts, known = [text for kind, text in raised() if kind == name], messages()
+    missing = [text.replace(PLACE, "‹...›") for text in texts if not any(says(text, message) for message in known)]
+    assert texts and not missing, "no page of troubleshooting has an entry for these"

@@ -52,55 +52,32 @@ class Recipe:
         """A short training of a tiny model; None leaves a flag out."""
         options: dict[str, object] = {
             "output_dir": self.output, "do_train": True, "do_eval": True, "config_overrides": TINY[self.script],
-            "vocab_size": 300,
-            "block_size": 32, "max_train_samples": 64, "max_eval_samples": 16, "per_device_train_batch_size": 4,
-            "per_device_eval_batch_size": 8, "max_steps": 6, "learning_rate": 0.02, "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True, "hardware": "cpu",
+            "vocab_size": 300, "block_size": 32, "max_train_samples": 64, "max_eval_samples": 16, "max_steps": 6,
+            "per_device_train_batch_size": 4, "per_device_eval_batch_size": 8, "learning_rate": 0.02,
+            "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "hardware": "cpu",
         }  # fmt: skip
         options |= {**OWN.get(self.script, {}), **changes}
         return [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
 
     def run(self, *positional: str, processes: int = 1, fails: bool = False, **changes: object) -> str:
-        """Run it: what it printed, on stderr where it must fail.
-
-        Several processes run under `accelerate launch` with the configuration for the CPU, the plain loop under
-        torchrun.
-        """
-        if processes == 1:
-            command = [sys.executable]
-        elif self.script == "train_plain":
-            command = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                str(processes),
-            ]
-        else:
-            config = ROOT / "accelerate_configs" / "osdp_cpu.yaml"
-            launch = [
-                sys.executable,
-                "-m",
-                "accelerate.commands.accelerate_cli",
-                "launch",
-                "--config_file",
-                str(config),
-            ]
-            command = [*launch, "--num_processes", str(processes)]
+        """Run it, several processes under `accelerate launch` or torchrun: what it printed, stderr if it must fail."""
+        command = [sys.executable]
+        if processes > 1 and self.script == "train_plain":
+            command += f"-m torch.distributed.run --standalone --nproc-per-node {processes}".split()
+        elif processes > 1:
+            config = str(ROOT / "accelerate_configs" / "osdp_cpu.yaml")
+            command += ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", config]
+            command += ["--num_processes", str(processes)]
         command += self.command(*positional, **changes)
-        done = subprocess.run(
-            command, cwd=self.folder, env=self.environment(), capture_output=True, text=True, timeout=200, check=False
-        )
+        options = {"capture_output": True, "text": True, "timeout": 200, "check": False}
+        done = subprocess.run(command, cwd=self.folder, env=self.environment(), **options)
         assert (done.returncode != 0) == fails, ends_of(done.stderr)
         return done.stderr if fails else done.stdout
 
     def job(self, output: str, *positional: str, **changes: object) -> Run:
         """What `run_together` runs, with a folder of its own for what it writes."""
-        return self.script, self.command(
-            *positional, **{"output_dir": self.folder / output, "compare": False, **changes}
-        )
+        given = {"output_dir": self.folder / output, "compare": False, **changes}
+        return self.script, self.command(*positional, **given)
 
     def command(self, *positional: str, **changes: object) -> list[str]:
         """The script with its arguments."""
@@ -109,31 +86,23 @@ class Recipe:
     def environment(self) -> dict[str, str]:
         """One thread, no network, no GPU."""
         return {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": "1",
-            "HF_DATASETS_CACHE": str(self.folder / "cache"),
-            "HF_MODULES_CACHE": str(self.folder / "modules"),
+            **os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_CACHE": str(self.folder / "cache"), "HF_MODULES_CACHE": str(self.folder / "modules"),
             "CUDA_VISIBLE_DEVICES": "",
-        }
+        }  # fmt: skip
 
 
 class Pretrained(NamedTuple):
-    """What a run of run_mlm.py left."""
-
     output: Path
     printed: str
     tracker: str
 
 
 def perplexities(printed: str) -> dict[str, float]:
-    """Before and after training."""
     return {when: float(value) for when, value in re.findall(r"perplexity (before|after) training: ([\d.]+)", printed)}
 
 
 def log_of(folder: Path) -> list[dict[str, float]]:
-    """The lines of `log.jsonl`."""
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
@@ -147,7 +116,6 @@ def recipe_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Recipe:
-    """The script that the test's module names."""
     return Recipe(request.module.SCRIPT, tmp_path)
 
 
@@ -159,9 +127,7 @@ _CHECKPOINTING = (
 
 @pytest.fixture(scope="session")
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Pretrained:
-    """A small BERT that two ranks train on a stream: bf16, checkpointed blocks, two micro-batches a step, a cosine,
-    a tracker.
-    """
+    """A small BERT, trained by two ranks: a stream, bf16, checkpointed blocks, two micro-batches a step, a cosine."""
     recipe = Recipe("run_mlm", tmp_path_factory.mktemp("pretrained"))
     tracker = "tensorboard" if is_tensorboard_available() else "none"
     job = recipe.job(

@@ -17,23 +17,12 @@ Run = tuple[str, list[str]]
 
 
 def run_together(folder: Path, runs: list[Run], *, processes: int = 2, nodes: int = 1) -> list[str]:
-    """Run each to its end.
-
-    Args:
-        folder: where caches go.
-        runs: in this order; each may use what those before it wrote.
-        processes: number of ranks.
-        nodes: how many nodes the ranks are told to be on.
-
-    Returns:
-        What rank 0 printed in each.
-    """
+    """Run each to its end, with caches in `folder`: what rank 0 printed in each."""
     caches = {"HF_DATASETS_CACHE": str(folder / "cache"), "HF_MODULES_CACHE": str(folder / "modules")}
     return run_ranks(run_each, processes, runs, nodes=nodes, env=caches, timeout_s=200.0)[0]
 
 
 def run_each(runs: list[Run]) -> list[str]:
-    """On a rank: what was printed in each run."""
     sys.path.insert(0, str(RECIPES))
     import accelerate
     import datasets

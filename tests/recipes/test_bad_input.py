@@ -1,6 +1,4 @@
-"""Bad input of every recipe beside that of docs/bad_inputs.md: one clear line on stderr, exit code 2, and nothing
-written.
-"""
+"""Bad input of every recipe beside docs/bad_inputs.md: one clear line on stderr, exit code 2, nothing written."""
 
 from __future__ import annotations
 
@@ -79,14 +77,10 @@ CASES: dict[str, dict[str, dict[str, object]]] = {
 }
 """Script → case → changes of its arguments."""
 THE_MATTER = {
-    "too short for a block": "block",
-    "nothing to do": "Nothing to do",
-    "less than a step": "3 blocks",
-    "stream of nothing": "block",
-    "stream of other columns": "first row",
-    "no labels": "sentence",
+    "too short for a block": "block", "nothing to do": "Nothing to do", "less than a step": "3 blocks",
+    "stream of nothing": "block", "stream of other columns": "first row", "no labels": "sentence",
     "no classifier": "classification",
-}
+}  # fmt: skip
 """What the line of a case says where no argument is at fault by its name."""
 
 

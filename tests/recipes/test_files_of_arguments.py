@@ -26,16 +26,9 @@ SMALL = {
 
 
 def script_of(file: Path) -> str:
-    """The script that a file is for, by its folder or name."""
     own = {"no_trainer": "run_clm_no_trainer", "plain": "train_plain"}
-    of_folder = {
-        "gpt2": "run_clm",
-        "stories260k": "run_clm",
-        "bert": "run_mlm",
-        "bert_large": "run_mlm",
-        "glue": "run_glue",
-    }
-    return own.get(file.stem) or of_folder[file.parent.name]
+    of_folder = {"gpt2": "run_clm", "stories260k": "run_clm", "bert": "run_mlm", "bert_large": "run_mlm"}
+    return own.get(file.stem) or of_folder.get(file.parent.name, "run_glue")
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}-{file.stem}")
@@ -46,9 +39,8 @@ def test_script_parses_its_file(file):
         args, osdp = module.parse_arguments((module.PlainArguments,), [str(file)])
     else:
         arguments = module.LoopArguments if script == "run_clm_no_trainer" else module.TrainingArguments
-        _, data_args, args, osdp = module.parse_arguments(
-            (module.ModelArguments, module.DataArguments, arguments), [str(file)]
-        )
+        kinds = (module.ModelArguments, module.DataArguments, arguments)
+        _, data_args, args, osdp = module.parse_arguments(kinds, [str(file)])
     assert osdp.get("memory_limit") == content.get("memory_limit")
     assert args.output_dir.startswith("runs/")
     if script == "run_glue":
@@ -74,11 +66,8 @@ def test_each_file_trains_a_tiny_model(tmp_path):
         content = {name: value for name, value in yaml.safe_load(file.read_text()).items() if name not in ELSEWHERE}
         kept = tmp_path / f"{file.parent.name}-{file.name}"
         kept.write_text(yaml.safe_dump(content))
-        own = (
-            {"train_file": tmp_path / ("pair.jsonl" if file.stem == "rte" else "sentence.jsonl")}
-            if file.parent.name == "glue"
-            else {}
-        )
+        train_file = tmp_path / ("pair.jsonl" if file.stem == "rte" else "sentence.jsonl")
+        own = {"train_file": train_file} if file.parent.name == "glue" else {}
         jobs.append(Recipe(script_of(file), tmp_path).job(kept.stem, str(kept), **SMALL, **own))
     run_together(tmp_path, jobs)
     for file in files:

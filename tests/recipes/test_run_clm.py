@@ -21,10 +21,8 @@ from tests.recipes.ranks import run_together
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = "run_clm"
-FIGURES = {
-    "step", "epoch", "loss", "perplexity", "learning_rate", "grad_norm", "loss_scale", "tokens_per_s",
-    "free_device_memory_bytes",
-}  # fmt: skip
+POSITIVE = ("grad_norm", "tokens_per_s", "free_device_memory_bytes")
+FIGURES = {"step", "epoch", "loss", "perplexity", "learning_rate", "loss_scale", *POSITIVE}
 
 
 @pytest.mark.parametrize("is_launched", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -47,9 +45,7 @@ def test_two_processes_train_and_save(recipe, is_launched):
 
 @pytest.mark.slow
 def test_stream_trains_as_its_text_does_and_resumes(recipe):
-    """Two micro-batches a step on two ranks: every sample once, in the same order, from the start and from a
-    checkpoint.
-    """
+    """Two micro-batches a step on two ranks: every sample once, in the same order, also from a checkpoint."""
     options = dict(micro_batch_size=2, logging_steps=1)
     stream = dict(**options, streaming=True, shuffle_buffer=0, max_train_samples=None)
     jobs = [
@@ -63,32 +59,25 @@ def test_stream_trains_as_its_text_does_and_resumes(recipe):
     steps, streamed = ([line for line in log if "loss" in line] for log in (text, stream))
     assert [line["step"] for line in streamed] == [1, 2, 3, 4, 5, 6, 4, 5, 6]
     for line in streamed:
-        assert (line["loss"], line["grad_norm"]) == (
-            steps[line["step"] - 1]["loss"],
-            steps[line["step"] - 1]["grad_norm"],
-        )
-    assert all(
-        line.keys() == FIGURES and line["perplexity"] == pytest.approx(math.exp(line["loss"])) for line in steps
-    )
+        same = steps[line["step"] - 1]
+        assert (line["loss"], line["grad_norm"]) == (same["loss"], same["grad_norm"])
+    for line in steps:
+        assert line.keys() == FIGURES and line["perplexity"] == pytest.approx(math.exp(line["loss"]))
     assert steps[0]["learning_rate"] == 0.02 and steps[0]["loss_scale"] == 1.0
-    assert min(line[name] for line in steps for name in ("grad_norm", "tokens_per_s", "free_device_memory_bytes")) > 0
+    assert min(line[name] for line in steps for name in POSITIVE) > 0
     assert [line["step"] for line in text if "eval_loss" in line] == [0, 6]
     assert text[-1]["eval_perplexity"] == pytest.approx(printed[0]["after"], abs=0.01)
 
 
 def test_file_of_arguments_first_and_flags_win(recipe):
     short = recipe.folder / "short.yaml"
-    short.write_text(
-        f"max_steps: 1\nlearning_rate: 1e-3\nseed: 7\nstrategy: ddp\noutput_dir: {recipe.folder / 'nowhere'}\n"
-    )
-    run_together(
-        recipe.folder,
-        [recipe.job("out", str(short), max_steps=2, learning_rate=None, max_train_samples=16)],
-        processes=1,
-    )
+    nowhere = recipe.folder / "nowhere"
+    short.write_text(f"max_steps: 1\nlearning_rate: 1e-3\nseed: 7\nstrategy: ddp\noutput_dir: {nowhere}\n")
+    job = recipe.job("out", str(short), max_steps=2, learning_rate=None, max_train_samples=16)
+    run_together(recipe.folder, [job], processes=1)
     state = json.loads((recipe.output / "trainer_state.json").read_text())
     assert state["global_step"] == 2
-    assert not (recipe.folder / "nowhere").exists()
+    assert not nowhere.exists()
     assert torch.load(recipe.output / "training_args.bin", weights_only=False).learning_rate == 1e-3
     assert json.loads((recipe.output / "osdp_report.json").read_text())["plan"]["strategy"] == "ddp"
 
@@ -108,25 +97,21 @@ def test_fp16_logs_its_loss_scale_and_keeps_float32_weights(tmp_path, script, op
 @pytest.mark.slow
 @needs_shared_data
 def test_wikitext_with_the_vocabulary_of_gpt2(recipe):
-    """Local text and a ready tokenizer; the stock Trainer starts at the same perplexity."""
     options = dict(
         train_file=SHARED_DATA / "wikitext-2" / "validation.txt",
-        validation_file=SHARED_DATA / "wikitext-2" / "test.txt",
-        tokenizer_name=SHARED_DATA / "tokenizers" / "gpt2",
-        max_train_samples=24,
-        max_steps=3,
-        per_device_eval_batch_size=4,
-    )
+        validation_file=SHARED_DATA / "wikitext-2" / "test.txt", tokenizer_name=SHARED_DATA / "tokenizers" / "gpt2",
+        max_train_samples=24, max_steps=3, per_device_eval_batch_size=4,
+    )  # fmt: skip
     printed = recipe.run(**options)
     perplexity = perplexities(printed)
     assert perplexity["after"] < perplexity["before"]
-    stock = recipe.run(
-        **{**options, "do_train": None, "osdp": False, "hardware": None, "output_dir": recipe.folder / "stock"}
-    )
+    options |= {"do_train": None, "osdp": False, "hardware": None, "output_dir": recipe.folder / "stock"}
+    stock = recipe.run(**options)
     assert float(re.search(r"perplexity: ([\d.]+)", stock).group(1)) == pytest.approx(perplexity["before"], rel=1e-6)
     assert not (recipe.folder / "stock" / "osdp_report.json").exists()
 
 
+@pytest.mark.slow
 @needs_shared_data
 def test_starts_from_a_saved_model(recipe):
     text = recipe.folder / "story.txt"
@@ -138,7 +123,6 @@ def test_starts_from_a_saved_model(recipe):
 
 @pytest.mark.slow
 def test_infeasible_limit_ends_two_processes_with_one_line(recipe):
-    """Every process fails; one of them says why."""
     printed = recipe.run(processes=2, fails=True, memory_limit="100KiB")
     lines = [line for line in printed.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and "No plan fits 100.0 KiB" in lines[0], ends_of(printed)
@@ -160,11 +144,8 @@ def test_infeasible_limit_ends_two_processes_with_one_line(recipe):
 def test_launcher_decides_unless_a_flag_does(monkeypatch, tmp_path, script, launched, flag, want):
     module = importlib.import_module(script)
     if launched is not None:
-        for name, value in {
-            "ACCELERATE_USE_FSDP": "true",
-            "FSDP_VERSION": "2",
-            "FSDP_SHARDING_STRATEGY": launched,
-        }.items():
+        launcher = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": launched}
+        for name, value in launcher.items():
             monkeypatch.setenv(name, value)
     argv = ["--memory_limit", "1GiB", "--output_dir", str(tmp_path), *(["--osdp", flag] if flag else [])]
     assert module.parse_arguments((module.ModelArguments, module.TrainingArguments), argv)[-1] == want
@@ -173,11 +154,8 @@ def test_launcher_decides_unless_a_flag_does(monkeypatch, tmp_path, script, laun
 def test_every_option_of_osdp_is_a_flag_with_its_type(tmp_path):
     import run_clm
 
-    flags = {
-        "memory_limit": "6.3MiB", "micro_batch_size": "2", "recompute": "true", "block_classes": "A,B", "nodes": "2",
-        "memory_margin": "0.1",
-    }  # fmt: skip
-    argv = ["--output_dir", str(tmp_path), *(part for name, value in flags.items() for part in (f"--{name}", value))]
+    flags = "--memory_limit 6.3MiB --micro_batch_size 2 --recompute true --block_classes A,B --nodes 2"
+    argv = ["--output_dir", str(tmp_path), *flags.split(), "--memory_margin", "0.1"]
     *_, osdp = run_clm.parse_arguments((run_clm.TrainingArguments,), argv)
     config = OSDPConfig.from_options(osdp)
     assert (config.memory_limit, config.micro_batch_size, config.recompute, config.nodes) == ("6.3MiB", 2, True, 2)

@@ -33,10 +33,8 @@ def test_two_processes_train_and_save(pretrained):
     perplexity = perplexities(pretrained.printed)
     assert perplexity["after"] < 0.7 * perplexity["before"]
 
-    model, tokenizer = (
-        load_saved(pretrained.output, AutoModelForMaskedLM),
-        AutoTokenizer.from_pretrained(pretrained.output),
-    )
+    model = load_saved(pretrained.output, AutoModelForMaskedLM)
+    tokenizer = AutoTokenizer.from_pretrained(pretrained.output)
     pair = tokenizer("The class", "a statement")
     assert pair["token_type_ids"] == sorted(pair["token_type_ids"]) and set(pair["token_type_ids"]) == {0, 1}
     assert tokenizer.decode(tokenizer("The class statement")["input_ids"]) == "[CLS] the class statement [SEP]"
@@ -54,16 +52,13 @@ def test_switches_of_a_run_take_effect(pretrained):
     assert [line["learning_rate"] for line in steps] == pytest.approx(rates, abs=1e-9)
     arguments = torch.load(pretrained.output / "training_args.bin", weights_only=False)
     assert arguments.bf16 and arguments.gradient_checkpointing
-    assert len({line["loss"] for line in steps}) == 20 and any(
-        line["loss"] % 2**-7 for line in steps
-    )  # a mean in float32
+    assert len({line["loss"] for line in steps}) == 20
+    assert any(line["loss"] % 2**-7 for line in steps), "a mean in float32"
     assert bool(list(pretrained.output.glob("runs/*/events.out.tfevents.*"))) == (pretrained.tracker == "tensorboard")
 
 
-# ---- groupings
-
+# shard size and stage size of every unit on 2 nodes of 2
 LAYOUTS = {"group_sharding": {(2, 1)}, "communication_with_groups": {(4, 2)}, "none": {(4, 1)}}
-"""Shard size and stage size of every unit on 2 nodes of 2."""
 
 
 @pytest.mark.slow
@@ -97,20 +92,17 @@ def test_grouping_is_a_strategy(grouping, strategy):
 def options_of(*argv: str) -> dict[str, object]:
     import run_mlm
 
-    model_args, _, osdp = run_mlm.parse_arguments(
-        (run_mlm.ModelArguments, TrainingArguments), ["--output_dir", "out", *argv]
-    )
+    kinds = (run_mlm.ModelArguments, TrainingArguments)
+    model_args, _, osdp = run_mlm.parse_arguments(kinds, ["--output_dir", "out", *argv])
     return run_mlm.with_grouping(model_args.grouping, osdp)
 
 
 def test_grouping_goes_before_the_strategy_of_the_launcher(monkeypatch):
     from hf_osdp.integrations.trainer_arguments import requested_config
 
-    for name, value in {
-        "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",
-        "FSDP_SHARDING_STRATEGY": "{'osdp': True, 'strategy': 'ddp', 'compare': False}",
-    }.items():  # fmt: skip
+    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "{'osdp': True, 'strategy': 'ddp', 'compare': False}")
     config = requested_config(options_of("--grouping", "group_sharding"), None)
     assert (config.strategy, config.compare) == ("hsdp", False)
 
@@ -128,8 +120,6 @@ def test_the_recipe_for_two_machines_is_bert_large():
     assert (*shape, config.vocab_size) == (24, 1024, 16, 4096, 30522)
 
 
-# ---- tokenizers and masks
-
 TEXTS = ["The class statement defines a class object.", "A name — bound to a thing — in a scope."] * 20
 
 
@@ -145,9 +135,8 @@ def test_trained_tokenizer_fits_the_model_and_is_reproducible(config):
     words = config is not RobertaConfig
     assert ("token_type_ids" in tokenizer("class")) == words
     assert "class" in tokenizer.tokenize("The class")[-1] and len(tokenizer) <= 330
-    assert tokenizer("class")["input_ids"][0] == tokenizer.cls_token_id and tokenizer.mask_token == (
-        "[MASK]" if words else "<mask>"
-    )
+    assert tokenizer("class")["input_ids"][0] == tokenizer.cls_token_id
+    assert tokenizer.mask_token == ("[MASK]" if words else "<mask>")
 
 
 @pytest.fixture
@@ -173,10 +162,8 @@ def test_masks_for_evaluation_stay_and_those_for_training_change(tokenizer):
     assert 0.2 < hidden.float().mean() < 0.4 and not hidden[:, [0, -1]].any()
     assert torch.equal(torch.tensor(once["labels"][:])[hidden], torch.tensor(blocks["input_ids"][:])[hidden])
 
-    samples, collators = (
-        [blocks[i] for i in range(16)],
-        [MaskingCollator(tokenizer, mlm_probability=0.3, seed=seed) for seed in (1, 1001, 1)],
-    )
+    samples = [blocks[i] for i in range(16)]
+    collators = [MaskingCollator(tokenizer, mlm_probability=0.3, seed=seed) for seed in (1, 1001, 1)]
     first, other_rank, again = (collator(samples)["labels"] for collator in collators)
     assert torch.equal(first, again) and not torch.equal(first, other_rank)
     assert not torch.equal(first, collators[0](samples)["labels"])
@@ -193,6 +180,5 @@ def test_mean_over_labels_weighs_masked_tokens_equally_over_micro_batches():
     labels[0, 1:] = labels[1:, ::2] = -100  # one masked token in the first micro-batch, twelve in the others
     masked = (labels != -100).sum()
     parts = [mean_over_labels(MaskedLMOutput(logits=logits[i : i + 1]), labels[i : i + 1], masked) for i in range(4)]
-    assert sum(parts).item() == pytest.approx(
-        mean_over_labels(MaskedLMOutput(logits=logits), labels).item(), rel=1e-12
-    )
+    whole = mean_over_labels(MaskedLMOutput(logits=logits), labels).item()
+    assert sum(parts).item() == pytest.approx(whole, rel=1e-12)

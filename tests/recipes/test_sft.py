@@ -12,37 +12,29 @@ from hf_osdp.integrations.launch import run_script
 from tests.recipes.ranks import run_together
 
 pytest.importorskip("trl", reason="needs the extra `trainers`")
-TEXTS = [
-    f"Once upon a time there was a little girl named Lily who had {number} dogs and a cat." for number in range(32)
-]
+TEXTS = [f"Once upon a time there was a little girl named Lily who had {count} dogs and a cat." for count in range(32)]
 
 
 @pytest.fixture
 def argv(tmp_path) -> list[str]:
-    """A tiny model with its tokenizer, and local text."""
     tokenizer = GPT2Tokenizer().train_new_from_iterator(TEXTS, 300, show_progress=False)
     tokenizer.save_pretrained(tmp_path / "base")
-    GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64, vocab_size=300)).save_pretrained(
-        tmp_path / "base"
-    )
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64, vocab_size=300)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     options = {
         "model_name_or_path": tmp_path / "base", "train_file": tmp_path / "train.jsonl", "max_steps": 8,
-        "learning_rate": 0.02,
-        "per_device_train_batch_size": 4, "max_length": 48, "logging_steps": 1, "save_strategy": "no",
-        "memory_limit": "64MiB",
-        "use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True,
+        "learning_rate": 0.02, "per_device_train_batch_size": 4, "max_length": 48, "logging_steps": 1,
+        "save_strategy": "no", "memory_limit": "64MiB", "use_cpu": True, "bf16": False, "report_to": "none",
     }  # fmt: skip
     return ["sft.py", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
 
 
 def test_two_processes_fine_tune_and_save_the_model_and_adapters(argv, tmp_path):
     whole, adapters = tmp_path / "whole", tmp_path / "adapters"
-    lora = ["--use_peft", "true", "--lora_r", "4", "--output_dir", str(adapters)]
-    runs = [
-        ("sft", [*argv, "--save_strategy", "steps", "--save_steps", "8", "--output_dir", str(whole)]),
-        ("sft", [*argv, *lora]),
-    ]
+    lora = ["--use_peft", "true", "--lora_r", "4", "--max_steps", "2", "--output_dir", str(adapters)]
+    steps = ["--save_strategy", "steps", "--save_steps", "8", "--output_dir", str(whole)]
+    runs = [("sft", [*argv, *steps]), ("sft", [*argv, *lora])]
     run_together(tmp_path, runs if pytest.importorskip("peft") else runs[:1])
     history = json.loads((whole / "checkpoint-8" / "trainer_state.json").read_text())["log_history"]
     losses = [line["loss"] for line in history if "loss" in line]
@@ -55,18 +47,13 @@ def test_two_processes_fine_tune_and_save_the_model_and_adapters(argv, tmp_path)
     assert (adapters / "adapter_model.safetensors").is_file() and not (adapters / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("extra", [[], ["--train_file", "a.jsonl", "--dataset_name", "b"]])
+@pytest.mark.parametrize("extra", ["", "--train_file a.jsonl --dataset_name b"])
 def test_data_are_named_once(monkeypatch, capsys, tmp_path, extra):
     import sft
 
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["sft.py", "--model_name_or_path", "x", "--use_cpu", "--output_dir", str(tmp_path / "out"), *extra],
-    )
+    given = f"sft.py --model_name_or_path x --use_cpu --output_dir {tmp_path / 'out'} {extra}"
+    monkeypatch.setattr(sys, "argv", given.split())
     with pytest.raises(SystemExit) as stop:
         run_script(sft.main)
-    assert (
-        stop.value.code == 2
-        and "error: Give model_name_or_path, and one of dataset_name and train_file." in capsys.readouterr().err
-    )
+    assert stop.value.code == 2
+    assert "error: Give model_name_or_path, and one of dataset_name and train_file." in capsys.readouterr().err

@@ -25,7 +25,6 @@ def configuration():
 
 @pytest.fixture
 def meta_model(configuration):
-    """From a model class's name to a tiny model on the meta device."""
     import transformers
 
     def make(name: str, **changes):
@@ -37,7 +36,6 @@ def meta_model(configuration):
 
 @pytest.fixture
 def real_model(configuration):
-    """From a model class's name to a tiny model with weights."""
     import transformers
 
     def make(name: str, **changes):

@@ -19,7 +19,8 @@ HEAVY = "torch transformers accelerate datasets evaluate ortools pandas numpy ri
 
 def loaded_by(statement: str) -> set[str]:
     """Top-level packages that a fresh interpreter has after `statement`."""
-    code = f"import sys; {statement}; import json; print(json.dumps(sorted({{name.partition('.')[0] for name in sys.modules}})))"  # noqa: E501
+    names = "sorted({name.partition('.')[0] for name in sys.modules})"
+    code = f"import sys; {statement}; import json; print(json.dumps({names}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     return set(json.loads(done.stdout))
 
@@ -31,10 +32,7 @@ def loaded_by(statement: str) -> set[str]:
         ("import hf_osdp.planner.search.search, hf_osdp.planner.cost.evaluate, hf_osdp.planner.presets", HEAVY),
         ("from hf_osdp import Plan, TrainingJob, Hardware, preset, search, InfeasibleError", HEAVY),
         ("import hf_osdp.report.tables, hf_osdp.report.content", ("torch", "transformers", "accelerate", "ortools")),
-        (
-            "import hf_osdp.cli.app, hf_osdp.cli.question",
-            ("torch", "transformers", "ortools", "altair", "pydantic", "gradio"),
-        ),
+        ("import hf_osdp.cli.app, hf_osdp.cli.question", "torch transformers ortools altair pydantic gradio".split()),
     ],
 )
 def test_planner_reports_and_command_line_load_no_framework(statement, absent):
@@ -58,11 +56,8 @@ def test_planner_plans_without_framework():
 
 
 def test_package_does_not_import_what_only_recipes_need():
-    nodes = [
-        node
-        for path in Path(hf_osdp.__file__).parent.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    ]
+    trees = [ast.parse(path.read_text("utf-8")) for path in Path(hf_osdp.__file__).parent.rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
     assert not {name.partition(".")[0] for name in names} & {"datasets", "evaluate"}

@@ -33,18 +33,16 @@ REFERENCES = {
 KEYWORDS = {"weights_only": False, "allow_pickle": True, "shell": True, "trust_remote_code": True}
 """Arguments that make a harmless call such a one."""
 ALLOWED = {
-    (
-        "hf_osdp/distributed/consensus.py",
-        "pickle.loads",
-    ): "what rank 0 of this very run sends, by the process group; no file",
-    ("hf_osdp/run.py", "runpy.run_path"): "the user's own script, named on the command line, as Python itself runs it",
-    ("benchmarks/compatibility/run.py", "pickle.loads"): "what this run's own ranks wrote into its temporary folder",
-    ("benchmarks/compatibility/saving_rows.py", "weights_only=False"): "a file that the row has just written",
-    ("benchmarks/compatibility/saving_rows.py", "torch.load without weights_only=True"): "the same",
-    (
-        "hf_osdp/checkpoint/safe.py",
-        "pickle._Unpickler",
-    ): "base of one that knows torch's own dataclasses and refuses all else",
+    # what rank 0 of this very run sends by the process group; no file
+    ("hf_osdp/distributed/consensus.py", "pickle.loads"),
+    # the user's own script, named on the command line, as Python itself runs it
+    ("hf_osdp/run.py", "runpy.run_path"),
+    # what this run's own ranks, or this row, have just written
+    ("benchmarks/compatibility/run.py", "pickle.loads"),
+    ("benchmarks/compatibility/saving_rows.py", "weights_only=False"),
+    ("benchmarks/compatibility/saving_rows.py", "torch.load without weights_only=True"),
+    # base of one that knows torch's own dataclasses and refuses all else
+    ("hf_osdp/checkpoint/safe.py", "pickle._Unpickler"),
 }
 
 
@@ -59,19 +57,13 @@ def findings(source: str) -> set[str]:
             names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
     found = {full for full in names.values() if full in REFERENCES and not full.startswith("builtins")}
     for node in ast.walk(tree):
-        if (
-            isinstance(node, (ast.Attribute, ast.Name))
-            and isinstance(node.ctx, ast.Load)
-            and (full := full_name(node, names)) in REFERENCES
-        ):
-            found.add(full)
+        if isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Load):
+            found |= {full_name(node, names)} & REFERENCES
         if isinstance(node, ast.Call):
             given = {keyword.arg: getattr(keyword.value, "value", None) for keyword in node.keywords}
             found |= {f"{name}={bad}" for name, bad in KEYWORDS.items() if given.get(name) is bad}
-            if (
-                full_name(node.func, names) in ("torch.load", "torch.serialization.load")
-                and given.get("weights_only") is not True
-            ):
+            loads = full_name(node.func, names) in ("torch.load", "torch.serialization.load")
+            if loads and given.get("weights_only") is not True:
                 found.add("torch.load without weights_only=True")
     return found
 
@@ -86,12 +78,11 @@ def full_name(node: ast.expr, names: dict[str, str]) -> str | None:
 
 
 def test_source_uses_nothing_that_runs_a_file():
-    found = {
-        (str(path.relative_to(ROOT)), what) for path in SOURCES for what in findings(path.read_text(encoding="utf-8"))
-    }
+    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in SOURCES}
+    found = {(path, what) for path, text in texts.items() for what in findings(text)}
     assert len(SOURCES) > 150
-    assert found - set(ALLOWED) == set(), "read it by hf_osdp.reading, or say in ALLOWED why it is safe"
-    assert set(ALLOWED) - found == set(), "no longer there: take it out of ALLOWED"
+    assert found - ALLOWED == set(), "read it by hf_osdp.reading, or say in ALLOWED why it is safe"
+    assert ALLOWED - found == set(), "no longer there: take it out of ALLOWED"
 
 
 MARK = "osdp-opened-by-a-name"
@@ -108,9 +99,7 @@ sys.addaudithook(_watch)  # there is no way to take it off again
 
 
 def test_explain_opens_runs_and_renders_nothing_that_a_plan_names(tmp_path, capsys):
-    """All names of a plan file are paths, markup and programs; explaining it opens none, and prints them as they
-    are.
-    """
+    """All names of a plan file are paths, markup and programs."""
     from typer.testing import CliRunner
 
     from hf_osdp.cli.app import app

@@ -22,18 +22,17 @@ from hf_osdp.preparation.probe import Trial, sharded_copy
 from hf_osdp.preparation.simulate import fake_process_group
 from hf_osdp.sharding.steps import batch_on, make_optimizer, train_step
 from hf_osdp.tracing.describe import describe
+from tests.helpers.sampling import slow_but
 
-TINY = Case(
+SIZES = {"n_layer": 5, "n_embd": 64, "n_head": 2, "vocab_size": 301, "n_positions": 16, "bos_token_id": 0}
+DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+CASE = Case(
     experiment=1, name="tiny", config_class="GPT2Config", architecture="GPT2LMHeadModel", sequence_length=16,
-    limit_bytes=None, devices=2,
-    sizes={"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 301, "n_positions": 16, "bos_token_id": 0,
-           "eos_token_id": 0,
-           "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    limit_bytes=None, devices=4, sizes={**SIZES, **DROPOUT, "eos_token_id": 0},
 )  # fmt: skip
 
 
 def mixed(description, world: int) -> Plan:
-    """Every kind of layout of one node in turn."""
     kinds = [(world, False), (1, True), (world // 2, False), (world, True), (world // 2, True), (1, False)]
     choices = [
         UnitLayout(shard_size=g, reshard_after_forward=not (keep or unit.span.value == "step"),
@@ -44,8 +43,6 @@ def mixed(description, world: int) -> Plan:
 
 
 class RecordingHold:
-    """Keeps account of holds and holds nothing."""
-
     def __init__(self) -> None:
         self.seconds, self.calls, self.settled = Counter(), Counter(), 0
 
@@ -57,9 +54,9 @@ class RecordingHold:
         self.settled += 1
 
 
-@pytest.mark.parametrize("precision", ["no", "fp16"])
-def test_the_emulated_link_holds_streams_for_as_long_as_the_planner_says(precision):
-    case = replace(TINY, devices=4, precision=precision, sizes={**TINY.sizes, "n_layer": 5})
+@pytest.mark.parametrize("precision", slow_but(["no", "fp16"], daily=("fp16",)))
+def test_emulated_link_holds_streams_as_long_as_planned(precision):
+    case = replace(CASE, precision=precision)
     hardware, config = named_machine(case), case.config()
     description = describe(config, sequence_length=16, compute_dtype=case.compute.compute, recomputation=False)
     plan, hold = mixed(description, 4), RecordingHold()
@@ -73,11 +70,8 @@ def test_the_emulated_link_holds_streams_for_as_long_as_the_planner_says(precisi
         optimizer = make_optimizer(copy, job.optimizer, plan, description.units)
         train_step(copy, optimizer, batch_on(inputs, 1, torch.device("cpu")), plan, job)
         finite = all(parameter.to_local().isfinite().all() for parameter in copy.parameters())
-    expected = {
-        kind: seconds
-        for kind, seconds in estimate_plan(plan, description, job, hardware).collectives.items()
-        if seconds
-    }
+    collectives = estimate_plan(plan, description, job, hardware).collectives
+    expected = {kind: seconds for kind, seconds in collectives.items() if seconds}
     assert dict(hold.seconds) == pytest.approx(expected, rel=1e-6)
     assert min(hold.calls.values()) >= 4
     assert finite

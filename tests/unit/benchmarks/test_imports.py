@@ -22,7 +22,7 @@ def test_benchmark_imports_names_that_exist(path):
             continue
         module = importlib.import_module(resolve_name("." * node.level + (node.module or ""), package))
         for alias in node.names:
-            there = hasattr(module, alias.name) or (
-                hasattr(module, "__path__") and find_spec(f"{module.__name__}.{alias.name}")
+            inside = hasattr(module, "__path__") and find_spec(f"{module.__name__}.{alias.name}")
+            assert inside or hasattr(module, alias.name), (
+                f"{path}:{node.lineno}: {module.__name__} has no {alias.name}"
             )
-            assert there, f"{path}:{node.lineno}: {module.__name__} has no {alias.name}"

@@ -12,20 +12,12 @@ import transformers
 from benchmarks.loss_sweep import KEPT, LIMIT, TOLERANCE, tried
 
 SAMPLE = {
-    "GemmaForSequenceClassification": KEPT,
-    "LukeForSequenceClassification": KEPT,
-    "Mistral4ForCausalLM": LIMIT,
-    "FalconMambaForCausalLM": LIMIT,
-    "FSMTForConditionalGeneration": KEPT,
-    "GteForTokenClassification": KEPT,
-    "HunYuanDenseV1ForSequenceClassification": KEPT,
-    "SeedOssForTokenClassification": KEPT,
-    "HyperCLOVAXForCausalLM": LIMIT,
-    "ParakeetForCTC": KEPT,
-    "MusicFlamingoForConditionalGeneration": LIMIT,
-    "Olmo2ForSequenceClassification": KEPT,
-    "T5Gemma2ForConditionalGeneration": LIMIT,
-}
+    "GemmaForSequenceClassification": KEPT, "LukeForSequenceClassification": KEPT, "Mistral4ForCausalLM": LIMIT,
+    "FalconMambaForCausalLM": LIMIT, "FSMTForConditionalGeneration": KEPT, "GteForTokenClassification": KEPT,
+    "HunYuanDenseV1ForSequenceClassification": KEPT, "SeedOssForTokenClassification": KEPT,
+    "HyperCLOVAXForCausalLM": LIMIT, "ParakeetForCTC": KEPT, "MusicFlamingoForConditionalGeneration": LIMIT,
+    "Olmo2ForSequenceClassification": KEPT, "T5Gemma2ForConditionalGeneration": LIMIT,
+}  # fmt: skip
 """The first classes of the sweep's order of which a small model is made, and one with masks by vmap → the outcome."""
 
 
@@ -39,9 +31,7 @@ def doubles() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "outcome"), SAMPLE.items())
-def test_class_under_a_smaller_memory_limit_trains_as_under_the_stock_trainer(
-    name: str, outcome: str, tmp_path: Path
-) -> None:
+def test_class_under_a_smaller_limit_trains_as_stock(name: str, outcome: str, tmp_path: Path) -> None:
     if not hasattr(transformers, name):
         pytest.skip(f"This version of transformers has no {name}.")
     result = tried(name, str(tmp_path))

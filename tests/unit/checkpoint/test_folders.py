@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import socket
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,10 +22,8 @@ def small(folder, name="checkpoint-1", content="x", **options):
     with CheckpointWriter(**options).new(folder / name) as staging:
         (staging.path / "inside").mkdir()
         (staging.path / "inside" / "file").write_text(content)
-        assert (
-            not (folder / name / "inside" / "file").exists()
-            or (folder / name / "inside" / "file").read_text() != content
-        )
+        there = folder / name / "inside" / "file"
+        assert not there.exists() or there.read_text() != content
     return folder / name
 
 
@@ -33,16 +32,11 @@ def names_in(folder):
     return sorted(path.name for path in folder.iterdir() if path.name != ".partial")
 
 
-def test_complete_folder_appears_with_a_record_of_each_file(tmp_path):
+def test_complete_folder_appears_with_record_and_none_after_an_error(tmp_path):
     folder = small(tmp_path)
     manifest = Manifest.load(folder)
     assert manifest.files == {"inside/file": FileRecord.of(folder / "inside" / "file")}
     assert manifest.versions.keys() >= {"torch", "hf_osdp"} and manifest.world_size == 1
-    assert names_in(tmp_path) == ["checkpoint-1"]
-
-
-def test_error_amid_writing_leaves_the_checkpoint_before(tmp_path):
-    small(tmp_path)
     with pytest.raises(KeyError), CheckpointWriter().new(tmp_path / "checkpoint-2") as staging:
         (staging.path / "half").write_text("x")
         raise KeyError
@@ -51,15 +45,8 @@ def test_error_amid_writing_leaves_the_checkpoint_before(tmp_path):
 
 def test_replaced_checkpoint_leaves_files_that_are_not_its_own(tmp_path):
     folder = small(tmp_path, "state")
-    kept = (
-        "log.txt",
-        "plots",
-        "model_best.safetensors",
-        "optimizer_study",
-        "sampler_outputs",
-        "pytorch_model_export",
-        "model-card.md",
-    )
+    kept = """log.txt plots model_best.safetensors optimizer_study sampler_outputs pytorch_model_export
+        model-card.md""".split()
     for name in kept:
         (folder / name).mkdir() if "." not in name else (folder / name).write_text("a user's")
     for content in ("new", "newer", "newest"):
@@ -91,35 +78,29 @@ def test_interrupted_replacement_is_finished(tmp_path):
     check_checkpoint(folder)  # one that is asked for by its name
 
 
-def test_removal_spares_what_a_link_points_to_and_warns_where_it_fails(tmp_path, monkeypatch, caplog):
+def test_removal_spares_targets_of_links_and_warns_of_failure(tmp_path, monkeypatch, caplog):
     elsewhere = small(tmp_path, "elsewhere")
     (tmp_path / "checkpoint-1").symlink_to(elsewhere)
     remove_checkpoint(tmp_path / "checkpoint-1")
     assert not (tmp_path / "checkpoint-1").exists() and (elsewhere / MANIFEST_NAME).is_file() and not caplog.text
     folder = small(tmp_path, "checkpoint-2")
     with monkeypatch.context() as patched:
-        patched.setattr("pathlib.Path.rename", lambda *args: (_ for _ in ()).throw(OSError(39, "Directory not empty")))
+        patched.setattr("pathlib.Path.rename", Mock(side_effect=OSError(39, "Directory not empty")))
         remove_checkpoint(folder)
-    assert (
-        folder.is_dir()
-        and "checkpoint-2 cannot be removed ([Errno 39] Directory not empty); remove it by hand." in caplog.text
-    )
+    assert folder.is_dir()
+    assert "checkpoint-2 cannot be removed ([Errno 39] Directory not empty); remove it by hand." in caplog.text
     remove_checkpoint(folder)
     assert names_in(tmp_path) == ["elsewhere"]
 
 
-def test_leftovers_of_an_interrupted_run_are_removed_by_the_next_save_of_the_same_checkpoints(tmp_path):
+def test_leftovers_of_an_interrupted_run_are_removed_by_next_save(tmp_path):
     left = [tmp_path / ".partial" / name for name in ("checkpoint-3", "0123abcd/checkpoint-4", "checkpoint-2.removed")]
     others = [tmp_path / ".partial" / name for name in ("4567abcd/state", "training.json")]
     for path in (*left, *others):
         path.mkdir(parents=True)
     first, second = prepare_staging(tmp_path / "checkpoint-4"), prepare_staging(tmp_path / "checkpoint-5")
-    assert (
-        first.is_dir()
-        and second.is_dir()
-        and not any(path.exists() for path in left)
-        and all(path.exists() for path in others)
-    )
+    assert first.is_dir() and second.is_dir() and not any(path.exists() for path in left)
+    assert all(path.exists() for path in others)
 
 
 def test_links_are_followed_and_unwritable_or_current_folders_are_refused(tmp_path, monkeypatch):
@@ -133,9 +114,6 @@ def test_links_are_followed_and_unwritable_or_current_folders_are_refused(tmp_pa
     monkeypatch.chdir(folder)
     with pytest.raises(ValueError, match=r"cannot replace .*, this program's working directory"):
         small(folder, ".")
-
-
-# ---- one run at a time
 
 
 @pytest.fixture
@@ -175,19 +153,10 @@ def test_second_run_goes_on_when_the_first_has_ended(tmp_path, caplog, other_run
     assert not list(tmp_path.glob(".partial/*/checkpoint-1"))
 
 
-# ---- damage
-
-
 def unreadable(path, monkeypatch):
     """As with a bad sector."""
-    read = FileRecord.of
-
-    def of(file):
-        if file == path:
-            raise OSError(5, "Input/output error")
-        return read(file)
-
-    monkeypatch.setattr(FileRecord, "of", of)
+    read, bad = FileRecord.of, Mock(side_effect=OSError(5, "Input/output error"))
+    monkeypatch.setattr(FileRecord, "of", lambda file: (bad if file == path else read)(file))
 
 
 def socket_at(path, monkeypatch):

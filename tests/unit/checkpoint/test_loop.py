@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,10 +18,9 @@ from tests.helpers.checkpointed import save_loop
 from tests.helpers.models import tiny_model
 
 from .checkpoints import saved, trained
-from .test_folders import small
 
 
-def test_shards_are_written_while_training_goes_on(tmp_path):
+def test_background_writes_while_training_goes_on_and_fails_once(tmp_path, monkeypatch):
     model, optimizer = trained()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     writer = CheckpointWriter(in_background=True)
@@ -31,15 +31,9 @@ def test_shards_are_written_while_training_goes_on(tmp_path):
     writer.wait()
     assert load_loop(tmp_path / "checkpoint-1", model, optimizer, others={}) == {"step": 2}
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_failure_in_the_background_is_raised_once_by_wait(tmp_path, monkeypatch):
     writer = CheckpointWriter(in_background=True)
-    small(tmp_path)
-    monkeypatch.setattr(
-        "hf_osdp.checkpoint.writer.complete",
-        lambda *args, **kwargs: (_ for _ in ()).throw(OSError(28, "No space left")),
-    )
+    full = Mock(side_effect=OSError(28, "No space left"))
+    monkeypatch.setattr("hf_osdp.checkpoint.writer.complete", full)
     with writer.new(tmp_path / "checkpoint-2"):
         pass
     with pytest.raises(CheckpointError, match=r"could not be written on rank 0 \(OSError: .* No space left\)"):
@@ -48,7 +42,7 @@ def test_failure_in_the_background_is_raised_once_by_wait(tmp_path, monkeypatch)
     assert last_checkpoint(tmp_path).name == "checkpoint-1"
 
 
-def test_states_of_another_layout_do_not_stay_in_a_replaced_checkpoint(tmp_path):
+def test_replaced_checkpoint_keeps_no_states_of_another_layout(tmp_path):
     folder = saved(tmp_path / "checkpoint-1", sharded=True)
     (folder / MANIFEST_NAME).unlink()  # as another program writes it
     model, optimizer = trained(seed=5)
@@ -75,7 +69,7 @@ def test_random_states_go_on_and_new_ranks_get_their_own(tmp_path):
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_checkpoint_of_another_model_or_without_a_needed_file_is_refused(tmp_path, sharded):
+def test_checkpoint_of_another_model_or_lacking_files_is_refused(tmp_path, sharded):
     folder = saved(tmp_path / "checkpoint-1", sharded=sharded)
     for other in (tiny_model("llama", layers=1), tiny_model("gpt2", layers=2)):
         with pytest.raises(CheckpointError, match="is not of this model"):

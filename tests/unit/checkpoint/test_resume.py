@@ -8,14 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from hf_osdp.checkpoint import resume
 from hf_osdp.checkpoint.folders import MANIFEST_NAME, Manifest
-from hf_osdp.checkpoint.resume import (
-    check_checkpoint,
-    checkpoint_to_resume,
-    last_checkpoint,
-    recorded_manifest,
-    warn_of_changes,
-)
+from hf_osdp.checkpoint.resume import checkpoint_to_resume, last_checkpoint, warn_of_changes
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.errors import CheckpointError
 from hf_osdp.planner.plan import Plan, UnitDecision
@@ -70,7 +65,7 @@ def test_given_path_is_checked_and_resumed(tmp_path, restarted):
     assert checkpoint_to_resume(tmp_path / "run", given).name == "checkpoint-2", "what this training wrote since"
 
 
-def test_newest_checkpoint_without_manifest_is_passed_over_unless_none_has_one(tmp_path, restarted, caplog):
+def test_newest_checkpoint_without_manifest_yields_to_those_with_one(tmp_path, restarted, caplog):
     saved(tmp_path / "checkpoint-4")
     (saved(tmp_path / "checkpoint-6") / MANIFEST_NAME).unlink()
     restarted()
@@ -100,10 +95,10 @@ def test_damaged_note_of_the_training_is_not_taken_for_none(tmp_path, restarted,
     small(tmp_path, "checkpoint-2")  # is not lost for it
     path.unlink()
     assert last_checkpoint(tmp_path).name == "checkpoint-2"
-    assert recorded_manifest(tmp_path) is None
+    assert resume.recorded_manifest(tmp_path) is None
 
 
-def test_changed_settings_are_named_with_value_before_and_now(tmp_path, caplog):
+def test_changed_settings_and_wires_are_named_before_and_now(tmp_path, caplog):
     settings = {"seed": "1", "precision": "bf16", "dataset": "of 80 rows (1234abcd)"}
     folder = tmp_path / "checkpoint-1"
     with CheckpointWriter(settings=settings).new(folder, optimizer="AdamW"):
@@ -111,23 +106,17 @@ def test_changed_settings_are_named_with_value_before_and_now(tmp_path, caplog):
     assert Manifest.load(folder).settings == {**settings, "optimizer": "AdamW"}
     warn_of_changes(folder, {**settings, "of no checkpoint yet": "1"}, None)
     assert not caplog.text
-    warn_of_changes(
-        folder, {"seed": "2", "precision": "no", "dataset": "of 80 rows (00000000)", "optimizer": "SGD"}, None
-    )
-    assert (
-        "checkpoint-1 was saved with seed 1, precision bf16, dataset of 80 rows (1234abcd), optimizer AdamW; this run"
-        " has seed 2,"
-        " precision no, dataset of 80 rows (00000000), optimizer SGD: it does not continue the same training."
-    ) in caplog.text
-
-
-def test_plan_that_sends_otherwise_than_before_is_named(tmp_path, caplog):
-    unit = UnitDecision(
-        fqn="a", shard_size=2, reshard_after_forward=True, gather_wire=WireFormat.INT8, reduce_wire=WireFormat.INT4
-    )
-    plan = Plan(
-        world_size=2, strategy="osdp", units=(unit,), micro_batch_size=1, accumulation_steps=1, model_fingerprint=""
-    )
+    now = {"seed": "2", "precision": "no", "dataset": "of 80 rows (00000000)", "optimizer": "SGD"}
+    warn_of_changes(folder, now, None)
+    saved = "seed 1, precision bf16, dataset of 80 rows (1234abcd), optimizer AdamW"
+    has = "seed 2, precision no, dataset of 80 rows (00000000), optimizer SGD"
+    said = f"checkpoint-1 was saved with {saved}; this run has {has}: it does not continue the same training."
+    assert said in caplog.text
+    caplog.clear()
+    wires = {"gather_wire": WireFormat.INT8, "reduce_wire": WireFormat.INT4}
+    unit = UnitDecision(fqn="a", shard_size=2, reshard_after_forward=True, **wires)
+    batch = {"micro_batch_size": 1, "accumulation_steps": 1}
+    plan = Plan(world_size=2, strategy="osdp", units=(unit,), model_fingerprint="", **batch)
     exact = replace(plan, units=(replace(unit, gather_wire=None, reduce_wire=None),))
     folder = tmp_path / "checkpoint-1"
     with CheckpointWriter(plan=exact).new(folder):
@@ -149,4 +138,4 @@ def test_files_of_earlier_versions_are_read(tmp_path, restarted):
     (tmp_path / ".partial" / "training.json").write_text('{"training": "4f0c9a1e"}')
     restarted()
     assert last_checkpoint(tmp_path) == folder and Manifest.load(folder).settings == {}
-    check_checkpoint(folder)
+    resume.check_checkpoint(folder)

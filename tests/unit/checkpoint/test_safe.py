@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from io import BytesIO
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,36 +20,22 @@ from hf_osdp.errors import CheckpointError
 
 from .checkpoints import saved, trained
 
-
-class Runs:
-    """Pickled as a call."""
-
-    def __init__(self, mark: Path):
-        self.mark = mark
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.mark),)
-
-
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def in_shards(folder: Path) -> Path:
-    """A checkpoint's folder of weights in shards."""
     return saved(folder / "checkpoint-1") / "pytorch_model_fsdp_0"
 
 
 def test_files_of_tensors_run_nothing(tmp_path):
-    torch.save({"state": {}, "x": Runs(tmp_path / "ran")}, tmp_path / "optimizer.bin")
+    torch.save({"state": {}, "x": runs(tmp_path / "ran")}, tmp_path / "optimizer.bin")
     with pytest.raises(CheckpointError, match="cannot be read as tensors and plain values"):
         load_file(tmp_path / "optimizer.bin")
     (tmp_path / "optimizer.bin").write_bytes(b"\x80\x02garbage")
     with pytest.raises(CheckpointError, match="cannot be read as tensors and plain values"):
         load_file(tmp_path / "optimizer.bin", numpy=True)
-    dcp.save(
-        {"optimizer": {"state": {}, "param_groups": [{"params": [], "lr": Runs(tmp_path / "ran")}]}},
-        checkpoint_id=tmp_path / "optimizer_0",
-    )
+    groups = [{"params": [], "lr": runs(tmp_path / "ran")}]
+    dcp.save({"optimizer": {"state": {}, "param_groups": groups}}, checkpoint_id=tmp_path / "optimizer_0")
     with pytest.raises(CheckpointError, match=r"cannot be read .*no plain value: unsupported GLOBAL posix") as raised:
         read_optimizer(find_optimizer(tmp_path))
     assert "weights_only" not in str(raised.value)
@@ -61,7 +46,7 @@ def test_files_of_tensors_run_nothing(tmp_path):
 def test_index_runs_nothing(tmp_path, content):
     index = in_shards(tmp_path) / ".metadata"
     bad = {
-        "call": pickle.dumps(Runs(tmp_path / "ran")),
+        "call": pickle.dumps(runs(tmp_path / "ran")),
         "dotted": b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93.",  # protocol 4 looks names with dots up part by part
         "list": pickle.dumps(["a list"]),
         "short": index.read_bytes()[:-20],
@@ -93,16 +78,18 @@ class Pickled:
         return self.kind, self.arguments
 
 
+def runs(mark: Path) -> Pickled:
+    return Pickled(os.mkdir, str(mark))
+
+
 class DeepKey:
-    """Pickled as a dict whose key is hashed when it is read."""
+    """Pickled as a dict whose key is hashed when it is read, which no Python can hold."""
 
     def __init__(self, key: object):
         self.key = key
 
 
 class Pickler(pickle._Pickler):
-    """Writes a `DeepKey`, which no Python can hold as a dict."""
-
     dispatch: ClassVar = dict(pickle._Pickler.dispatch)
 
     def save_deep_key(self, value: DeepKey) -> None:
@@ -112,12 +99,6 @@ class Pickler(pickle._Pickler):
         self.write(pickle.SETITEM)
 
     dispatch[DeepKey] = save_deep_key
-
-
-def pickled(value: object) -> bytes:
-    stream = BytesIO()
-    Pickler(stream).dump(value)
-    return stream.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -141,7 +122,8 @@ def test_hostile_index_is_refused_at_once(tmp_path, place):
             next(iter(index.state_dict_metadata.values())).chunks[0].offsets = deep
         case "huge size":
             next(iter(index.state_dict_metadata.values())).size = torch.Size([1 << 50, 1 << 10])
-    (folder / ".metadata").write_bytes(pickled(index))
+    with (folder / ".metadata").open("wb") as file:
+        Pickler(file).dump(index)
     begun = time.monotonic()
     with pytest.raises(CheckpointError, match=r"do not use it|cannot be read"):
         read_weights(find_model(folder.parent))
@@ -169,18 +151,16 @@ def test_names_of_files_must_stay_in_the_folder(tmp_path):
             read_weights(find_model(tmp_path))
 
 
-def test_index_of_any_sharded_checkpoint_is_read(tmp_path):
+def test_sharded_checkpoint_is_read_and_missing_states_are_named(tmp_path):
     model, optimizer = trained()
     read = read_weights(find_model(saved(tmp_path / "checkpoint-1", model=model, optimizer=optimizer)))
     assert all(torch.equal(read[name], value) for name, value in model.state_dict().items())
     dcp.save({"model": {"w": torch.zeros(2, dtype=torch.bfloat16)}}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0")
     assert read_weights(find_model(tmp_path))["w"].dtype is torch.bfloat16
-
-
-def test_folder_without_states_names_what_it_lacks(tmp_path):
-    torch.save([1, 2], tmp_path / "optimizer.bin")
+    (empty := tmp_path / "empty").mkdir()
+    torch.save([1, 2], empty / "optimizer.bin")
     with pytest.raises(CheckpointError, match="holds no optimizer state"):
-        read_optimizer(find_optimizer(tmp_path))
+        read_optimizer(find_optimizer(empty))
     model, optimizer = trained(steps=0)
     with pytest.raises(CheckpointError, match=r"has no weights \(pytorch_model_fsdp_0/"):
-        load_loop(tmp_path, model, optimizer, others={})
+        load_loop(empty, model, optimizer, others={})

@@ -27,21 +27,17 @@ if find_spec("gradio") is None:  # which takes seconds to import
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright reads the page")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SHAPE = {"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 4, "vocab_size": 500, "n_positions": 64}
-QUESTION = Question(
-    model="", config=json.dumps(SHAPE), device="a100-40", devices_per_node=4, sequence_length=32, global_batch_size=32,
-    memory_limit="30GiB"
-)  # fmt: skip
+SIZES = {"device": "a100-40", "devices_per_node": 4, "sequence_length": 32, "global_batch_size": 32}
+QUESTION = Question(model="", config=json.dumps(SHAPE), memory_limit="30GiB", **SIZES)
 PATIENCE_MS = 60_000
 
 
 @pytest.fixture(scope="module")
 def address():
-    """Where `hf-osdp app` serves the page."""
     port = free_port()
     command = [sys.executable, "-m", "hf_osdp", "app", "--port", port]
-    with subprocess.Popen(
-        command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as server:
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment(), **streams) as server:
         try:
             for _ in range(240):
                 try:
@@ -123,11 +119,8 @@ def test_page_answers_three_questions(address, browser, tmp_path):
     page.goto(address + replace(QUESTION, memory_limit="20GiB", compile=False).link)
     sent = planner.plan(replace(QUESTION, memory_limit="20GiB"))
     expect(text("plan")).to_contain_text(f"OSDP plan {sent.plan.fingerprint}")
-    assert (
-        held(page, "memory_limit") == "20GiB"
-        and held(page, "config") == QUESTION.config
-        and held(page, "device") == "a100-40"
-    )
+    assert held(page, "memory_limit") == "20GiB" and held(page, "config") == QUESTION.config
+    assert held(page, "device") == "a100-40"
     count = page.locator("#devices input[type=number]")
     count.fill("5")
     count.press("Tab")
@@ -139,25 +132,18 @@ def test_page_answers_three_questions(address, browser, tmp_path):
 
 @pytest.fixture
 def answered(address, browser):
-    """Opens the page in a window of a size; returns it with the answer to QUESTION."""
-    pages = []
-
-    def at(width: int, height: int):
-        page = browser.new_page(viewport={"width": width, "height": height})
-        pages.append(page)
-        page.goto(address + QUESTION.link)
-        page.wait_for_selector("#comparison table", timeout=PATIENCE_MS)
-        return page
-
-    yield at
-    for page in pages:
-        page.close()
+    """The page with the answer to QUESTION."""
+    page = browser.new_page(viewport={"width": 1280, "height": 800})
+    page.goto(address + QUESTION.link)
+    page.wait_for_selector("#comparison table", timeout=PATIENCE_MS)
+    yield page
+    page.close()
 
 
 @pytest.mark.slow
 def test_numbers_that_are_not_whole_are_named_and_enter_plans(answered):
-    page, expect = answered(1280, 800), playwright.expect
-    count = page.locator("#devices_per_node input")
+    page, expect = answered, playwright.expect
+    count, command = page.locator("#devices_per_node input"), page.locator("#command textarea")
     for number, said in (("2.5", '"Devices in each" 2.5 is not a whole number'), ("", '"Devices in each" is empty')):
         count.fill(number)
         count.press("Enter")
@@ -167,20 +153,18 @@ def test_numbers_that_are_not_whole_are_named_and_enter_plans(answered):
     count.press("ArrowUp")
     assert count.input_value() == "8"
     count.press("Enter")
-    expect(page.locator("#command textarea")).to_have_value(
-        replace(QUESTION, devices_per_node=8).command, timeout=PATIENCE_MS
-    )
     asked = replace(QUESTION, devices_per_node=8)
+    expect(command).to_have_value(asked.command, timeout=PATIENCE_MS)
     for name, value in (("memory_limit", "20GiB"), ("device", "a100-80")):
         field = page.locator(f"#{name} :is(input, textarea)")
         field.fill(value)
         field.press("Enter")
         asked = replace(asked, **{name: value})
-        expect(page.locator("#command textarea")).to_have_value(asked.command, timeout=PATIENCE_MS)
+        expect(command).to_have_value(asked.command, timeout=PATIENCE_MS)
 
 
 @pytest.mark.slow
-def test_pasted_configuration_replaces_the_model_and_a_chosen_model_the_configuration(address, browser):
+def test_pasted_configuration_and_chosen_model_replace_each_other(address, browser):
     page, expect = browser.new_page(), playwright.expect
     page.goto(address)
     page.click("#or_config button")
@@ -202,14 +186,13 @@ def test_pasted_configuration_replaces_the_model_and_a_chosen_model_the_configur
 
 @pytest.mark.slow
 def test_what_if_follows_keys(answered):
-    page, expect = answered(1280, 800), playwright.expect
-    slider, number = page.locator("#limit input[type=range]"), page.locator("#limit input[type=number]")
-    for field, keys, limit in ((slider, ["ArrowLeft"] * 3, 27), (number, ["ArrowDown"], 26), (number, ["Enter"], 20)):
-        if keys == ["Enter"]:
+    slider, number = (answered.locator(f"#limit input[type={kind}]") for kind in ("range", "number"))
+    for field, key, limit in ((slider, "ArrowLeft", 29), (number, "ArrowDown", 28), (number, "Enter", 20)):
+        if key == "Enter":
             field.fill("20")
-        for key in keys:
-            field.press(key)
-        expect(page.locator("#what-if")).to_contain_text(f"4 devices, {limit}GiB each", timeout=PATIENCE_MS)
+        field.press(key)
+        said = f"4 devices, {limit}GiB each"
+        playwright.expect(answered.locator("#what-if")).to_contain_text(said, timeout=PATIENCE_MS)
 
 
 def test_tables_show_names_and_run_none_of_them():
@@ -224,7 +207,7 @@ def test_tables_show_names_and_run_none_of_them():
     assert '<td class="right" data-name="held">${x} {{y}}</td>' in shown
 
 
-def test_file_that_is_too_long_is_no_configuration(tmp_path):
+def test_long_configuration_and_taken_port_are_refused_in_one_line(tmp_path):
     import gradio
 
     from hf_osdp.cli.browser import _read
@@ -232,15 +215,9 @@ def test_file_that_is_too_long_is_no_configuration(tmp_path):
     (tmp_path / "model.json").write_bytes(b" " * (2**18 + 1))
     with pytest.raises(gradio.Error, match=r"256\.0 KiB; a config\.json may have at most 256\.0 KiB"):
         _read(str(tmp_path / "model.json"))
-
-
-def test_port_that_is_taken_is_one_line():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         done = CliRunner().invoke(app, ["app", "--port", str(taken.getsockname()[1])])
-    assert (
-        done.exit_code == 2
-        and "this address cannot be used; give another" in done.stderr
-        and done.stderr.count("\n") == 1
-    )
+    assert done.exit_code == 2 and "this address cannot be used; give another" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -19,9 +19,8 @@ Rows = dict[str, list[tuple[str, str]]]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("tiny")
-    GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=500, n_positions=64, dtype="bfloat16").save_pretrained(
-        folder
-    )
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 500, "n_positions": 64}
+    GPT2Config(**sizes, dtype="bfloat16").save_pretrained(folder)
     return str(folder)
 
 
@@ -39,9 +38,8 @@ def rows(*arguments, code: int = 0) -> Rows:
 
 
 def test_doctor_makes_every_check_of_a_sound_run(model, tmp_path):
-    done = call(
-        model, *SIZES, *DEVICES, "--precision", "bf16", "--output-dir", tmp_path / "out", "--json", tmp_path / "x.json"
-    )
+    files = ("--output-dir", tmp_path / "out", "--json", tmp_path / "x.json")
+    done = call(model, *SIZES, *DEVICES, "--precision", "bf16", *files)
     assert done.exit_code == 0, done.output
     assert "…" not in done.stdout and max(map(len, done.stdout.splitlines())) <= 100
     content = json.loads((tmp_path / "x.json").read_text())
@@ -54,38 +52,21 @@ def test_doctor_makes_every_check_of_a_sound_run(model, tmp_path):
 
 def test_doctor_reports_all_errors_at_once(model, tmp_path):
     (tmp_path / "file").write_text("")
-    wrong = (
-        "--optimizer",
-        "Lomo",
-        "--memory-limit",
-        "25GiB",
-        "--output-dir",
-        tmp_path / "file",
-        "--lora-targets",
-        "x",
-    )
-    found = rows(model, "--sequence-length", 65, "--global-batch-size", 33, *DEVICES, *wrong, code=1)
+    wrong = "--optimizer Lomo --memory-limit 25GiB --lora-targets x --sequence-length 65 --global-batch-size 33"
+    found = rows(model, *DEVICES, *wrong.split(), "--output-dir", tmp_path / "file", code=1)
     for name, part in {
-        "optimizer": "'lomo' updates while backward runs",
-        "memory limit": "--memory-limit 25GiB is more than the 8.0 GiB",
-        "batch": "global_batch_size=33 does not divide by 4 processes; use 32 or 36",
+        "optimizer": "lomo", "memory limit": "--memory-limit 25GiB is more", "batch": "global_batch_size=33 does",
         "model": "--lora-targets x has no effect",
     }.items():  # fmt: skip
         assert found[name][0][0] == "error" and part in found[name][0][1]
     assert found["the rest"][0][0] == "not done"
 
 
-def test_doctor_exits_with_code_0_where_there_are_warnings_alone(model):
-    found = rows(
-        model, *SIZES, "--device", "cpu", "--num-nodes", 2, "--devices-per-node", 2, "--strategy", "fsdp",
-        "--block-classes",
-        "GPT2Model,LlamaLayer", "--activation-checkpointing",
-    )  # fmt: skip
+def test_doctor_exits_with_code_0_for_warnings_alone(model, monkeypatch):
+    flags = "--device cpu --num-nodes 2 --devices-per-node 2 --strategy fsdp --block-classes GPT2Model,LlamaLayer"
+    found = rows(model, *SIZES, *flags.split(), "--activation-checkpointing")
     assert [result for result, _ in found["blocks"]] == ["warning", "note"]
     assert "trainable parameters are in bfloat16" in found["float32 masters"][0][1]
-
-
-def test_doctor_warns_where_this_shell_has_segments_of_cuda_that_do_not_expand(model, monkeypatch):
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
     (found,) = rows(model, *SIZES, "--device", "h100", "--devices-per-node", 4)["allocator"]

@@ -29,39 +29,20 @@ def written(folder, *arguments: object):
 def test_config_takes_the_devices_that_are_there(gpus, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(
-        "hf_osdp.preparation.preflight.bf16_on", lambda device, kind: "H100" if kind == "cuda" else None
-    )
+    monkeypatch.setattr("hf_osdp.preparation.preflight.bf16_on", lambda device, kind: "H100" * (kind == "cuda"))
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     config, shown = written(tmp_path)
-    options = config.fsdp_config["fsdp_sharding_strategy"]
-    assert (config.num_processes, config.use_cpu, config.mixed_precision) == (
-        (gpus, False, "bf16") if gpus else (2, True, "no")
-    )
-    assert options == ({"osdp": True} if gpus else {"osdp": True, "use_cpu": True})
+    found = (config.num_processes, config.use_cpu, config.mixed_precision)
+    assert found == ((gpus, False, "bf16") if gpus else (2, True, "no"))
+    assert config.fsdp_config["fsdp_sharding_strategy"] == {"osdp": True} | ({} if gpus else {"use_cpu": True})
     assert f"accelerate launch --config_file {tmp_path / 'osdp.yaml'} -m hf_osdp.run train.py" in shown
 
 
 def test_config_of_several_machines_names_the_first_and_takes_flags(tmp_path):
-    flags = (
-        "--num-nodes",
-        2,
-        "--devices-per-node",
-        8,
-        "--device",
-        "cuda",
-        "--precision",
-        "fp16",
-        "--memory-limit",
-        "16GiB",
-    )
-    config, shown = written(tmp_path, *flags, "--main-address", "10.0.0.1:1234")
-    assert (config.num_machines, config.num_processes, config.main_process_ip, config.main_process_port) == (
-        2,
-        16,
-        "10.0.0.1",
-        1234,
-    )
+    flags = "--num-nodes 2 --devices-per-node 8 --device cuda --precision fp16 --memory-limit 16GiB"
+    config, shown = written(tmp_path, *flags.split(), "--main-address", "10.0.0.1:1234")
+    assert (config.num_machines, config.num_processes) == (2, 16)
+    assert (config.main_process_ip, config.main_process_port) == ("10.0.0.1", 1234)
     assert config.mixed_precision == "fp16" and config.fsdp_config["fsdp_sharding_strategy"]["memory_limit"] == "16GiB"
     assert "--machine_rank 0 -m hf_osdp.run" in shown and "--machine_rank 1 on the others" in shown
 
@@ -69,19 +50,16 @@ def test_config_of_several_machines_names_the_first_and_takes_flags(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "osdp.yaml is there already; give --force"),
-        (
-            ("--force", "--num-nodes", "2", "--main-address", "a:b"),
-            "--num-nodes 2 needs --main-address HOST or HOST:PORT",
-        ),
-        (("--force", "--main-address", "a"), "--main-address a has no effect on one machine"),
-        (("--force", "--device", "cuda"), "torch finds no GPU here; give --devices-per-node"),
+        ("", "osdp.yaml is there already; give --force"),
+        ("--force --num-nodes 2 --main-address a:b", "--num-nodes 2 needs --main-address HOST"),
+        ("--force --main-address a", "--main-address a has no effect on one machine"),
+        ("--force --device cuda", "torch finds no GPU here; give --devices-per-node"),
     ],
 )
 def test_config_refuses_in_one_line_and_leaves_the_file(arguments, message, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     (tmp_path / "osdp.yaml").write_text("mine")
-    done = call("config", "--output", tmp_path / "osdp.yaml", *arguments)
+    done = call("config", "--output", tmp_path / "osdp.yaml", *arguments.split())
     assert done.exit_code == 2 and message in done.stderr and done.stderr.count("\n") == 1
     assert (tmp_path / "osdp.yaml").read_text() == "mine"
 
@@ -99,13 +77,9 @@ def test_run_starts_the_launcher_with_the_script_and_its_arguments(tmp_path, mon
     assert started == [(sys.executable, [sys.executable, *words.split()])]
 
 
-def test_files_of_the_repository_and_of_config_have_the_same_fields(tmp_path):
-    """What works in `accelerate_configs` works where it was written anew, with --force over another."""
-    for name, flags in (
-        ("osdp", ("--device", "cuda", "--devices-per-node", 2, "--precision", "bf16")),
-        ("osdp_cpu", ("--device", "cpu")),
-    ):
-        expected = load_config_from_file(f"accelerate_configs/{name}.yaml")
+def test_files_of_repository_and_of_config_have_same_fields(tmp_path):
+    cuda = ("--device", "cuda", "--devices-per-node", 2, "--precision", "bf16")
+    for name, flags in (("osdp", cuda), ("osdp_cpu", ("--device", "cpu"))):
         found, _ = written(tmp_path, "--force", *flags)
-        assert {**vars(found), "num_processes": 2} == vars(expected)
+        assert {**vars(found), "num_processes": 2} == vars(load_config_from_file(f"accelerate_configs/{name}.yaml"))
     assert ast.literal_eval(str(found.fsdp_config["fsdp_sharding_strategy"])) == {"osdp": True, "use_cpu": True}

@@ -21,7 +21,7 @@ def run(*arguments: object):
     return CliRunner().invoke(app, ["profile", "--device", "cpu", "--seconds", "0.1", *map(str, arguments)])
 
 
-def test_profile_times_a_model_and_writes_a_file_that_is_read(model, tmp_path):
+def test_profile_times_a_model_and_writes_a_readable_file(model, tmp_path):
     out = tmp_path / "p.json"
     done = run(model, "--sequence-length", 12, "--micro-batch-sizes", "1,2", "--precision", "bf16", "--output", out)
     assert done.exit_code == 0, done.output
@@ -35,29 +35,24 @@ def test_profile_times_a_model_and_writes_a_file_that_is_read(model, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--output", "/no/such/p.json"], "folder '/no/such' does not exist"),
-        (["--output", "p.json", "--precision", "bf16"], "--precision concerns MODEL's blocks, but no MODEL was given"),
-        (["MODEL", "--output", "p.json"], "give --sequence-length"),
-        (
-            ["MODEL", "--output", "p.json", "--sequence-length", "99"],
-            "sequence_length=99 is more than the 16 positions",
-        ),
+        ("--output /no/such/p.json", "folder '/no/such' does not exist"),
+        ("--output p.json --precision bf16", "--precision concerns MODEL's blocks, but no MODEL was given"),
+        ("MODEL --output p.json", "give --sequence-length"),
+        ("MODEL --output p.json --sequence-length 99", "sequence_length=99 is more than the 16 positions"),
     ],
 )
 def test_profile_refuses_wrong_requests_in_one_line(model, arguments, message):
-    done = run(*(model if argument == "MODEL" else argument for argument in arguments))
+    done = run(*(model if argument == "MODEL" else argument for argument in arguments.split()))
     assert done.exit_code == 2
     assert message in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
 
 def _profile_here(output: str) -> str:
-    done = run("--output", output)
-    assert done.exit_code == 0, done.output
-    return done.output
+    return run("--output", output).output
 
 
 @pytest.mark.slow
-def test_profile_under_a_launcher_is_shown_and_written_by_rank_zero(tmp_path):
+def test_profile_under_a_launcher_comes_from_rank_zero(tmp_path):
     out = tmp_path / "p.json"
     first, second = run_ranks(_profile_here, 2, str(out), init=False)
     assert "all-gather" in first and "FSDP2's own work" in first

@@ -1,4 +1,4 @@
-"""What-if questions: changed problems, configurations made longer, and the bisection for the largest size."""
+"""What-if questions: changed problems, longer configurations, and the bisection for the largest size."""
 
 from __future__ import annotations
 
@@ -13,15 +13,7 @@ from hf_osdp.cli import what_if
 from hf_osdp.cli.cases import Case
 from hf_osdp.cli.options import Request
 from hf_osdp.cli.output import Output
-from hf_osdp.cli.what_if import (
-    OtherLengths,
-    answered,
-    largest,
-    needed_bytes,
-    one_more_device,
-    position_names,
-    with_positions,
-)
+from hf_osdp.cli.what_if import OtherLengths, answered, largest, needed_bytes, one_more_device
 from hf_osdp.planner.hardware import Collective, CollectiveTiming
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem, Strategy
@@ -46,13 +38,10 @@ CONFIGS = {
 
 
 GROWTHS = {
-    "in proportion": lambda size: size,
-    "slowly above much": lambda size: 10_000 + size,
-    "by its square": lambda size: size**2 + 5 * size,
-    "by its root": lambda size: size**0.5,
-    "in pages": lambda size: size // 100 * 100,
-    "as all or nothing": lambda size: 0,
-}
+    "in proportion": lambda size: size, "slowly above much": lambda size: 10_000 + size,
+    "by its square": lambda size: size**2 + 5 * size, "by its root": lambda size: size**0.5,
+    "in pages": lambda size: size // 100 * 100, "as all or nothing": lambda size: 0,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("growth", GROWTHS)
@@ -92,17 +81,14 @@ def test_one_more_device_fills_micro_steps_and_says_what_changes(hardware, batch
     job = TrainingJob(global_batch_size=batch, micro_batch_size=micro)
     asked = one_more_device(replace(PROBLEM, hardware=hardware, job=job))
     changed = asked.problem
-    assert (
-        asked.change == words
-        and changed.job == replace(job, global_batch_size=raised)
-        and not changed.hardware.timings
-    )
+    assert asked.change == words and changed.job == replace(job, global_batch_size=raised)
+    assert not changed.hardware.timings
     assert changed.job.micro_batch_sizes(changed.hardware.world_size)
     asked = replace(PROBLEM, hardware=preset("titan-rtx").with_margin(0.5))
     assert one_more_device(asked).problem.hardware == preset("titan-rtx", devices_per_node=2).with_margin(0.5)
 
 
-def test_answer_is_what_a_search_gives_or_why_there_is_none():
+def test_answer_is_the_search_or_what_it_would_need():
     row = answered(Answer(question="now", change="", problem=PROBLEM))
     assert row.plan == search(PROBLEM).plan
     assert row.tokens_per_s == pytest.approx(row.plan.samples_per_s * PROBLEM.description.sequence_length)
@@ -111,9 +97,6 @@ def test_answer_is_what_a_search_gives_or_why_there_is_none():
     assert "group size" in answered(one_more_device(replace(PROBLEM, strategy=Strategy.HSDP))).reason
     nothing = Answer(question="longest sequence", change="", reason="not even 64 tokens fit")
     assert answered(nothing) is nothing
-
-
-def test_needed_bytes_are_what_the_search_can_do_with_and_nearly_the_least():
     needed = int(needed_bytes(PROBLEM))
     assert search(replace(PROBLEM, memory_limit_bytes=needed)).peak_bytes <= needed <= 1.02 * least_memory(PROBLEM)
     five = bare_preset("titan-rtx", devices_per_node=5)
@@ -139,16 +122,14 @@ def test_rows_appear_as_they_are_found(capsys):
 
 def test_with_positions_raises_and_never_lowers():
     config = CONFIGS["gpt2"]
-    assert position_names(config) == ("n_positions",)
-    assert with_positions(config, 64).n_positions == 64
-    assert with_positions(config, 8).n_positions == 16 == config.n_positions
+    assert what_if.position_names(config) == ("n_positions",)
+    assert what_if.with_positions(config, 64).n_positions == 64
+    assert what_if.with_positions(config, 8).n_positions == 16 == config.n_positions
 
 
 def lengths_of(config) -> tuple[OtherLengths, PlanningProblem]:
-    """The questions of one model on one device, described at 16 tokens."""
-    case = Case(
-        Request.of(model="none", sequence_length=16, global_batch_size=2, device="titan-rtx", memory_limit="1GiB")
-    )
+    sizes = {"sequence_length": 16, "global_batch_size": 2, "device": "titan-rtx", "memory_limit": "1GiB"}
+    case = Case(Request.of(model="none", **sizes))
     case.model_config = config
     return OtherLengths(case), case.found.problem
 

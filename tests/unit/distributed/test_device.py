@@ -1,6 +1,4 @@
-"""Each process takes a GPU of its own, and segments that expand where nobody has said otherwise; torch.cuda is
-played.
-"""
+"""Each process takes a GPU of its own, and segments that expand where nobody has said otherwise (CUDA is played)."""
 
 from __future__ import annotations
 
@@ -23,16 +21,13 @@ VARIABLES = (CURRENT, "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class Gpus:
-    """What torch.cuda tells of the GPUs that a process sees."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, self.current = 1, 0
+        properties = SimpleNamespace(name="GPU", total_memory=2**30)
         for name, played in {
             "is_available": lambda: True, "device_count": lambda: self.count, "current_device": lambda: self.current,
-            "set_device": self.set, "mem_get_info": lambda device: (2**30, 2**30),
-            "get_device_name": lambda device: "GPU",
-            "memory_reserved": lambda device: 0, "get_device_properties": lambda device: SimpleNamespace(name="GPU",
-                                                                                                         total_memory=2**30),
+            "set_device": self.set, "mem_get_info": lambda device: (2**30, 2**30), "memory_reserved": lambda device: 0,
+            "get_device_name": lambda device: "GPU", "get_device_properties": lambda device: properties,
         }.items():  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, played)
 
@@ -64,15 +59,11 @@ def form(monkeypatch):
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("count", "current", "local_rank", "has_group", "expected"),
-    [
-        (8, 0, "3", False, 3), (1, 0, "3", False, 0), (8, 5, "3", False, 5), (8, 2, None, False, 2),
-        (8, 0, None, False, 0),
-        (8, 0, "3", True, 0), (8, 2, "3", True, 2),
-    ],
-)  # fmt: skip
-def test_own_gpu_is_current_or_without_group_that_of_local_rank(
+@pytest.mark.parametrize(("count", "current", "local_rank", "has_group", "expected"), [
+    (8, 0, "3", False, 3), (1, 0, "3", False, 0), (8, 5, "3", False, 5), (8, 2, None, False, 2),
+    (8, 0, None, False, 0), (8, 0, "3", True, 0), (8, 2, "3", True, 2),
+])  # fmt: skip
+def test_own_gpu_without_group_is_that_of_local_rank(
     gpus, form, monkeypatch, count, current, local_rank, has_group, expected
 ):
     gpus.count, gpus.current = count, current
@@ -96,7 +87,7 @@ def test_all_devices_are_that_of_group_formed_with_device_id(gpus, form, choose)
 
 
 @pytest.mark.parametrize("device_type", [None, "cuda"])
-def test_group_is_formed_on_only_visible_gpu_at_any_local_rank(gpus, monkeypatch, device_type):
+def test_group_forms_on_only_visible_gpu_at_any_rank(gpus, monkeypatch, device_type):
     formed = []
     for name, value in {"LOCAL_RANK": "3", "RANK": "3", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -130,35 +121,27 @@ def test_expandable_segments_are_set_once_beside_other_settings(calls, monkeypat
 
 
 @pytest.mark.parametrize(
-    "settings", ["expandable_segments:False", "expandable_segments:True", "backend:cudaMallocAsync"]
+    ("settings", "fixed"),
+    [("expandable_segments:False", True), ("expandable_segments:True", False), ("backend:cudaMallocAsync", False)],
 )
-def test_expandable_segments_leave_choice_of_user(calls, monkeypatch, settings):
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
-    prefer_expandable_segments()
-    assert not calls
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
+def test_expandable_segments_leave_choice_of_user(calls, monkeypatch, settings, fixed):
+    assert has_fixed_segments()
+    for variable in VARIABLES:
+        monkeypatch.setenv(variable, settings)
+        assert variable != CURRENT or has_fixed_segments() is fixed
+        prefer_expandable_segments()
+        assert not calls
+        monkeypatch.setenv(variable, "")
     calls.append(settings)  # as a call would set it
     prefer_expandable_segments()
-    assert calls == [settings]
-
-
-@pytest.mark.parametrize(
-    ("settings", "fixed"),
-    [
-        ("", True),
-        ("expandable_segments:False", True),
-        ("expandable_segments:True", False),
-        ("backend:cudaMallocAsync", False),
-    ],
-)
-def test_segments_are_fixed_where_the_native_allocator_does_not_expand_them(calls, monkeypatch, settings, fixed):
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
-    assert has_fixed_segments() is fixed
-    prefer_expandable_segments()
-    assert has_fixed_segments() is (settings == "expandable_segments:False")
+    assert calls == [settings] and has_fixed_segments() is fixed
 
 
 def test_expandable_segments_leave_torch_without_cuda(calls, monkeypatch):
+    prefer_expandable_segments()
+    assert calls and not has_fixed_segments()
+    calls.clear()
+    monkeypatch.setenv(CURRENT, "")
     monkeypatch.setattr(torch.version, "cuda", None)
     prefer_expandable_segments()
     assert not calls

@@ -1,6 +1,4 @@
-"""FSDP2's private parts that this package relies on, read in torch 2.11 to 2.13: a failure here names the one that
-this torch has changed.
-"""
+"""FSDP2's private parts that this package relies on (torch 2.11 to 2.13): a failure names what torch has changed."""
 
 from __future__ import annotations
 

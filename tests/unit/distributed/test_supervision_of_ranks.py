@@ -20,9 +20,8 @@ from hf_osdp.errors import HardwareError, LaunchError
 
 
 def report(rank: int, *, ranks: int = 2, host: str = "a", token: str = "", torch: str = "2.13") -> RankReport:
-    return RankReport(
-        rank=rank, host=host, ranks=ranks, process=rank, token=token or f"{rank}-{host}", versions={"torch": torch}
-    )
+    of = {"rank": rank, "host": host, "ranks": ranks, "process": rank, "token": token or f"{rank}-{host}"}
+    return RankReport(**of, versions={"torch": torch})
 
 
 @pytest.fixture
@@ -35,9 +34,9 @@ def start(store: TCPStore, *mine: RankReport, limit_s: float = 5.0) -> list[obje
     found: list[object] = [None] * len(mine)
 
     def one(number: int) -> None:
-        own = (
-            store if number == 0 else TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=20))
-        )
+        own = store
+        if number:
+            own = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=20))
         act = _collect if mine[number]["rank"] == 0 else _report
         try:
             found[number] = act(own, mine[number], limit_s)
@@ -84,15 +83,11 @@ def test_check_names_rank_of_another_world(store, monkeypatch):
     assert "Rank 2 on a was started as one of 3 ranks, and rank 0 at " in line and " as one of 2. " in line
 
 
-def test_refusal_names_versions_ranks_and_hosts():
+def test_refusal_and_differences_name_values_ranks_and_hosts():
     line = refusal([report(0), report(1, host="b", torch="2.11"), report(2, host="b", torch="2.11")], waited_s=1)
     assert line.startswith("Ranks run different versions: torch is 2.13 on rank 0 (a), 2.11 on ranks 1-2 (b).")
-    assert "the number of ranks is 2 on rank 0 (a), 3 on rank 2 (b)" in refusal(
-        [report(0), report(2, host="b", ranks=3)], waited_s=1
-    )
-
-
-def test_differences_names_values_and_ranks():
+    line = refusal([report(0), report(2, host="b", ranks=3)], waited_s=1)
+    assert "the number of ranks is 2 on rank 0 (a), 3 on rank 2 (b)" in line
     assert differences({0: {"plan": "x"}, 1: {"plan": ""}, 2: {"plan": "x"}}) is None, "an empty text agrees with all"
     line = differences({0: {"plan": "x", "model": "m"}, 1: {"plan": "y", "model": "m"}, 2: {"plan": "x"}})
     assert line == "plan is x on ranks 0, 2, y on rank 1; model is m on ranks 0-1, not known on rank 2"
@@ -138,7 +133,7 @@ def test_stop_signal_leaves_forks_to_sigterm(came):
         assert stop.received
 
 
-def test_stop_signal_restores_handler_after_loop_that_goes_on_or_fails(came):
+def test_stop_signal_ends_loops_and_restores_handler_otherwise(came):
     with StopSignal() as stop:
         terminate()
     assert stop.received and not came
@@ -168,18 +163,13 @@ def test_stop_signal_ignores_sigterm_after_loop_that_it_ended(came):
     assert came
 
 
-def test_topology_counts_equal_nodes():
+def test_topology_counts_equal_nodes_and_refuses_others():
     assert topology_of(["a", "a", "b", "b", "c", "c"]) == Topology(nodes=3, ranks_per_node=2)
     assert find_topology() == Topology(nodes=1, ranks_per_node=1), "a process alone"
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        ("aaab", r"different numbers of processes \(a: 3, b: 1\); start equally many on each, for example 1"),
+    unequal = r"different numbers of processes \(a: 3, b: 1\); start equally many on each, for example 1"
+    for names, said in (
+        ("aaab", unequal),
         ("abab", r"Ranks of a are not numbered consecutively; .*--distribution=block"),
-    ],
-)
-def test_topology_refuses_unequal_nodes_and_ranks_dealt_out_in_turn(names, message):
-    with pytest.raises(HardwareError, match=message):
-        topology_of(list(names))
+    ):
+        with pytest.raises(HardwareError, match=said):
+            topology_of(list(names))

@@ -20,6 +20,7 @@ from hf_osdp.modeling.split.operators import split_operators
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.split import OperatorSplit
 from tests.helpers.models import VOCABULARY, tiny_model
+from tests.helpers.sampling import slow_but
 from tests.unit.checkpoint.checkpoints import saved
 
 
@@ -28,11 +29,9 @@ def trainer(
 ) -> Trainer:
     generator = torch.Generator().manual_seed(1)
     data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, VOCABULARY, (16, 12), generator=generator)]
-    arguments = TrainingArguments(
-        str(folder), per_device_train_batch_size=samples, save_strategy="steps", use_cpu=True, report_to=[],
-        disable_tqdm=True,
-        **{"learning_rate": 1e-2, "max_steps": 4, "seed": 1, "save_steps": 1, **options},
-    )  # fmt: skip
+    small = {"per_device_train_batch_size": samples, "save_strategy": "steps", "use_cpu": True, "report_to": []}
+    steps = {"learning_rate": 1e-2, "max_steps": 4, "seed": 1, "save_steps": 1}
+    arguments = TrainingArguments(str(folder), **small, **{**steps, **options})
     model = tiny_model("gpt2", layers=1) if model is None else model
     return Trainer(model=model, args=arguments, train_dataset=data if trains else None, eval_dataset=data, osdp=osdp)
 
@@ -52,53 +51,38 @@ def in_slices(folder, slices: int, seed: int) -> Trainer:
     return trainer(folder, model=model, save_steps=2)
 
 
-@pytest.mark.parametrize("slices", [2, 4])
+@pytest.mark.parametrize("slices", slow_but([2, 4], daily=(2,)))
 def test_trainer_resumes_in_any_number_of_slices(tmp_path, slices):
     first = in_slices(tmp_path, 4, seed=0)
     first.train()
-    whole = {
-        name: value.shape
-        for name, value in tiny_model("gpt2", layers=2).state_dict().items()
-        if name != "lm_head.weight"
-    }
-    assert {
-        name: value.shape for name, value in load_file(tmp_path / "checkpoint-4" / "model.safetensors").items()
-    } == whole
+    whole = {name: value.shape for name, value in tiny_model("gpt2", layers=2).state_dict().items()}
+    saved = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
+    assert {name: value.shape for name, value in saved.items()} | {"lm_head.weight": whole["lm_head.weight"]} == whole
     again = in_slices(tmp_path / "again", slices, seed=5)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     state = again.model.state_dict()
     assert max((state[name] - value).abs().max().item() for name, value in first.model.state_dict().items()) < 1e-12
 
 
+BEST = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+
+
 def test_best_checkpoint_stays_and_is_loaded(tmp_path):
-    trainer = planned(
-        tmp_path,
-        save_total_limit=2,
-        eval_strategy="steps",
-        eval_steps=1,
-        load_best_model_at_end=True,
-        greater_is_better=True,
-    )
-    weights = {}
-    trainer.add_callback(_Weights(trainer, weights))
+    trainer, weights = planned(tmp_path, save_total_limit=2, greater_is_better=True, **BEST), {}
+
+    class Weights(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            states = trainer.model.state_dict()
+            weights[state.global_step] = {name: value.clone() for name, value in states.items()}
+
+    trainer.add_callback(Weights())
     trainer.train()  # the loss falls: the first is the best of a metric that should be high
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-4"]
-    assert json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())[
-        "best_model_checkpoint"
-    ].endswith("/checkpoint-1")
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-4"]
+    state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"].endswith("/checkpoint-1")
     assert all(torch.equal(value, weights[1][name]) for name, value in trainer.model.state_dict().items())
     check_checkpoint(tmp_path / "checkpoint-1")
-
-
-class _Weights(TrainerCallback):
-    def __init__(self, trainer, into):
-        self._trainer, self._into = trainer, into
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self._into[state.global_step] = {
-            name: value.clone() for name, value in self._trainer.model.state_dict().items()
-        }
 
 
 def divide_weights(folder) -> None:
@@ -112,7 +96,7 @@ def divide_weights(folder) -> None:
     (folder / "model.safetensors").unlink()
 
 
-def test_trainer_refuses_a_damaged_path_takes_the_one_before_and_names_changes(tmp_path, caplog):
+def test_trainer_refuses_damaged_path_and_takes_the_one_before(tmp_path, caplog):
     planned(tmp_path, save_total_limit=2).train()
     (tmp_path / "checkpoint-4" / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"checkpoint-4 is damaged: model.safetensors is missing"):
@@ -134,10 +118,8 @@ def test_trainer_refuses_a_damaged_path_takes_the_one_before_and_names_changes(t
     again.train(resume_from_checkpoint=True)
     lines = [record.getMessage() for record in caplog.records if "was saved with" in record.getMessage()]
     assert len(lines) == 1 and "checkpoint-4 was saved with seed 1, precision no, dataset of 16 rows (" in lines[0]
-    assert (
-        "this run has seed 2, precision bf16, dataset of 16 rows (" in lines[0]
-        and "To continue it, use the saved settings." in lines[0]
-    )
+    assert "this run has seed 2, precision bf16, dataset of 16 rows (" in lines[0]
+    assert "To continue it, use the saved settings." in lines[0]
     with pytest.raises(ValueError, match=r"No valid checkpoint found in output directory \(.*\)"):
         planned(tmp_path / "empty").train(resume_from_checkpoint=True)
 
@@ -163,10 +145,8 @@ def test_save_state_follows_accelerates_own_naming(tmp_path):
     accelerator.register_for_checkpointing(counter)
     for counter.value in range(4):
         assert accelerator.save_state() == str(tmp_path / "checkpoints" / f"checkpoint_{counter.value}")
-    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("checkpoint_*")) == [
-        "checkpoint_2",
-        "checkpoint_3",
-    ]
+    left = [tmp_path / "checkpoints" / name for name in ("checkpoint_2", "checkpoint_3")]
+    assert sorted((tmp_path / "checkpoints").glob("checkpoint_*")) == left
     (tmp_path / "checkpoints" / "checkpoint_3" / "optimizer.bin").write_bytes(b"")
     accelerator.load_state()
     assert counter.value == 2
@@ -177,16 +157,10 @@ def test_save_state_follows_accelerates_own_naming(tmp_path):
     counter.value = Counter(1)  # could be written, and never read again
     with pytest.raises(CheckpointError, match="The state of Counter, registered for checkpointing"):
         accelerator.save_state()
-    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("checkpoint_*")) == [
-        "checkpoint_2",
-        "checkpoint_3",
-    ]
+    assert sorted((tmp_path / "checkpoints").glob("checkpoint_*")) == left
 
 
-# ---- a Trainer that is started again
-
-
-@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("in_background", slow_but([False, True], daily=(True,)))
 def test_save_total_limit_removes_checkpoints_of_earlier_training_first(tmp_path, in_background):
     planned(tmp_path, max_steps=8, save_steps=4).train()
     again = planned(tmp_path, max_steps=2, save_total_limit=1, osdp={"async_save": in_background})
@@ -199,15 +173,15 @@ def test_restart_resumes_training_after_evaluation_in_between(tmp_path, monkeypa
     planned(tmp_path, max_steps=2).train()
     planned(tmp_path, trains=False).evaluate()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    again, begins = planned(tmp_path, max_steps=3), _Begins()
-    again.add_callback(begins)
+    again, steps = planned(tmp_path, max_steps=3), []
+
+    class Begins(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            steps.append(state.global_step)
+
+    again.add_callback(Begins())
     again.train()
-    assert begins.step == 2
-
-
-class _Begins(TrainerCallback):
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.step = state.global_step
+    assert steps == [2]
 
 
 def test_restart_on_fewer_processes_keeps_global_batch(tmp_path, monkeypatch, caplog):
@@ -230,8 +204,7 @@ def test_restart_on_fewer_processes_keeps_global_batch(tmp_path, monkeypatch, ca
 
 
 def test_load_best_model_refuses_damaged_checkpoint(tmp_path):
-    best = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
-    damaged = planned(tmp_path, max_steps=2, **best)
+    damaged = planned(tmp_path, max_steps=2, **BEST)
     stock = damaged._load_best_model
 
     def damage():

@@ -14,20 +14,16 @@ from tests.helpers.models import tiny_model
 
 @pytest.fixture(autouse=True)
 def fresh_state():
-    AcceleratorState._reset_state(
-        reset_partial_state=True
-    )  # an earlier test's accelerator would answer for this one's
+    """An earlier test's accelerator would answer for this one's."""
+    AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"dynamo_backend": "inductor"},
-        {"dynamo_plugin": TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)},
-    ],
-)
+REGIONAL = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
+
+
+@pytest.mark.parametrize("asked", [{"dynamo_backend": "inductor"}, {"dynamo_plugin": REGIONAL}])
 def test_inductor_compiles_blocks_by_the_plan_and_accelerate_nothing(asked):
     for accelerator in (OSDPAccelerator(cpu=True, osdp={}, **asked), OSDPAccelerator(cpu=True, osdp={}, **asked)):
         assert accelerator.plugin.osdp.compile
@@ -52,33 +48,27 @@ def test_blocks_are_compiled_as_options_launcher_and_dynamo_ask(monkeypatch, osd
 
 
 @pytest.mark.parametrize("osdp", [{}, {"compile": "auto"}])
-def test_a_model_wrapped_by_torch_compile_is_unwrapped_and_its_blocks_are_compiled(osdp):
+def test_model_wrapped_by_torch_compile_is_unwrapped_and_blocks_compiled(osdp):
     accelerator = OSDPAccelerator(cpu=True, osdp=osdp)
     model = tiny_model("gpt2")
-    assert accelerator._without_wrappers(model) is model and accelerator.plugin.osdp.compile == osdp.get(
-        "compile", False
-    )
-    assert accelerator._without_wrappers(
-        torch.compile(model)
-    ) is model and accelerator.plugin.osdp.compile == osdp.get("compile", True)
+    assert accelerator._without_wrappers(model) is model
+    assert accelerator.plugin.osdp.compile == osdp.get("compile", False)
+    assert accelerator._without_wrappers(torch.compile(model)) is model
+    assert accelerator.plugin.osdp.compile == osdp.get("compile", True)
     with pytest.raises(ValueError, match="so compile=True would have no effect; leave one of the two out"):
         OSDPAccelerator(cpu=True, osdp={"plan": "plan.json"})._without_wrappers(torch.compile(model))
 
 
 @pytest.mark.parametrize(
-    "asked",
-    [
-        {"backend": "aot_eager"}, {"backend": "inductor", "mode": "max-autotune"},
-        {"backend": "inductor", "fullgraph": True},
-        {"backend": "inductor", "dynamic": True}, {"backend": "inductor", "options": {"max_autotune": True}},
-    ],
+    "asked", [{"backend": "aot_eager"}, {"mode": "max-autotune"}, {"fullgraph": True}, {"dynamic": True},
+              {"options": {"max_autotune": True}}]
 )  # fmt: skip
 def test_other_backends_modes_and_options_are_refused_in_one_line(asked):
     with pytest.raises(ValueError, match="cannot be planned; use inductor with its defaults") as caught:
-        OSDPAccelerator(cpu=True, osdp={}, dynamo_plugin=TorchDynamoPlugin(**asked))
+        OSDPAccelerator(cpu=True, osdp={}, dynamo_plugin=TorchDynamoPlugin(**{"backend": "inductor", **asked}))
     assert "\n" not in str(caught.value)
 
 
-def test_compilation_beside_a_given_plan_is_refused_since_the_plan_says_what_is_compiled():
+def test_compilation_beside_a_given_plan_is_refused():
     with pytest.raises(ValueError, match="plan runs a given plan as it is"):
         OSDPAccelerator(cpu=True, osdp={"plan": "plan.json"}, dynamo_backend="inductor")

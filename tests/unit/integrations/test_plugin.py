@@ -36,45 +36,41 @@ from hf_osdp.tracing.describe import describe
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_model
 
+ON, OFF = "{'osdp': True, 'memory_limit': '1GiB'}", "{'osdp': False, 'memory_limit': '1GiB'}"
+DDP = "{'osdp': True, 'strategy': 'ddp'}"
 DATA = [{"input_ids": torch.arange(12), "labels": torch.arange(12)}] * 8
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    """No launcher, and no variables of FSDP left behind."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "")
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "")
     for name in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP"))]:
         monkeypatch.delenv(name)
 
 
-def launch(monkeypatch, strategy: str | None = "{'osdp': True, 'memory_limit': '1GiB'}") -> None:
-    for name, value in {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2",
-        "FSDP_SHARDING_STRATEGY": strategy,
-    }.items():
-        if strategy is not None:
+def launch(monkeypatch, strategy: str | None = ON) -> None:
+    if strategy is not None:
+        for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items():
             monkeypatch.setenv(name, value)
+        monkeypatch.setenv("FSDP_SHARDING_STRATEGY", strategy)
 
 
 def arguments(tmp_path, **options) -> TrainingArguments:
     return TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)
 
 
-# ---- the plugin
-
-
-def test_plugin_is_fsdp2_with_float32_reduction_and_writes_shards_only_in_the_background():
+def test_plugin_is_fsdp2_with_float32_reduction():
     plugin = OSDPPlugin(osdp={"memory_limit": "1GiB"})
     assert plugin.fsdp_version == 2 and plugin.osdp == OSDPConfig(memory_limit="1GiB")
-    assert "FULL" in str(plugin.state_dict_type) and "SHARDED" in str(
-        OSDPPlugin(osdp={"async_save": True}).state_dict_type
-    )
+    assert "FULL" in str(plugin.state_dict_type)
+    assert "SHARDED" in str(OSDPPlugin(osdp={"async_save": True}).state_dict_type)
     plugin.set_mixed_precision("bf16")
-    assert plugin.mixed_precision_policy == MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-    )
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    assert plugin.mixed_precision_policy == policy
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    assert precision_of("fp16", None, single_process=False).compute is DType.FLOAT16
+    assert precision_of("no", policy, single_process=False).reduce is DType.BFLOAT16
 
 
 @pytest.mark.parametrize(
@@ -84,10 +80,7 @@ def test_plugin_is_fsdp2_with_float32_reduction_and_writes_shards_only_in_the_ba
         ({"ignored_modules": "x"}, "OSDPConfig(block_classes"),
         ({"limit_all_gathers": False}, "leave it out"),
         ({"transformer_cls_names_to_wrap": ["BertLayer"]}, "OSDPConfig(block_classes"),
-        (
-            {"state_dict_type": "FULL_STATE_DICT", "osdp": {"async_save": True}},
-            "async_save=True writes shards while training continues",
-        ),
+        ({"state_dict_type": "FULL_STATE_DICT", "osdp": {"async_save": True}}, "async_save=True writes shards while"),
     ],
 )
 def test_plugin_refuses_what_the_plan_decides_or_contradicts(options, remedy):
@@ -97,35 +90,22 @@ def test_plugin_refuses_what_the_plan_decides_or_contradicts(options, remedy):
 
 
 def test_plugin_accepts_the_defaults_that_the_launcher_exports(monkeypatch):
-    flags = [
-        "--use_fsdp",
-        "--fsdp_version",
-        "2",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-        "--mixed_precision",
-        "no",
-    ]
-    args = launch_command_parser().parse_args([*flags, "--dynamo_backend", "no", "train.py"])
+    flags = "--use_fsdp --fsdp_version 2 --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
+    args = launch_command_parser().parse_args([*flags.split(), "train.py"])
     for name, value in prepare_multi_gpu_env(args).items():
         if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP")):
             monkeypatch.setenv(name, value)
-    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "{'osdp': True, 'memory_limit': '1GiB'}")
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", ON)
     assert OSDPPlugin().osdp == OSDPConfig(memory_limit="1GiB")
 
 
-def test_cpu_offload_asks_for_every_unit_on_the_host_but_on_the_cpu(caplog):
+def test_cpu_offload_puts_all_units_on_the_host(caplog):
     plugin, config = OSDPPlugin(cpu_offload=True), OSDPConfig(memory_limit="1GiB")
     assert plugin.asking(config, "cuda") == OSDPConfig(memory_limit="1GiB", host_offload=True)
     assert plugin.asking(config, "cpu") is config and "no effect on the CPU" in caplog.text
     assert OSDPPlugin().asking(config, "cuda") is config
     with pytest.raises(ValueError, match="host_offload=False, but cpu_offload moves all states"):
         plugin.asking(OSDPConfig(host_offload=False), "cuda")
-
-
-def test_cpu_offload_runs_a_given_plan_whose_units_are_all_on_the_host():
     plugin, config = OSDPPlugin(cpu_offload=CPUOffloadPolicy(pin_memory=False)), OSDPConfig(plan="plan.json")
     assert plugin.asking(config, "cuda") is config and plugin.pin_memory is False
     on_device = plan_of(find_units(tiny_model("gpt2")), 2, "zero3")
@@ -144,44 +124,25 @@ def test_plugin_for_takes_either_name_and_one_of_them(monkeypatch):
         plugin_for(None, plugin, plugin)
     with pytest.raises(ValueError, match="Both osdp and osdp_plugin"):
         plugin_for(OSDPConfig(), plugin, None)
-    launch(monkeypatch, "{'osdp': False, 'memory_limit': '1GiB'}")
+    launch(monkeypatch, OFF)
     with pytest.raises(ValueError, match=r"osdp: false.*use accelerate's Accelerator"):
         plugin_for(None, None, None)
     assert plugin_for({"strategy": "ddp"}, None, None).osdp == OSDPConfig(strategy="ddp", memory_limit="1GiB")
 
 
-def test_precision_is_that_of_the_name_or_of_the_policy():
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    assert precision_of("fp16", None, single_process=False).compute is DType.FLOAT16
-    assert precision_of("no", policy, single_process=False).reduce is DType.BFLOAT16
-
-
-# ---- the Trainer's arguments
-
-ON, OFF = "{'osdp': True, 'memory_limit': '1GiB'}", "{'osdp': False, 'memory_limit': '1GiB'}"
-
-
-@pytest.mark.parametrize(
-    ("asked", "fsdp_config", "launched", "expected"),
-    [
-        (None, None, None, None),
-        (True, None, None, {}),
-        (None, None, ON, {"memory_limit": "1GiB"}),
-        (False, None, ON, None),
-        ({"strategy": "ddp"}, None, ON, {"strategy": "ddp", "memory_limit": "1GiB"}),
-        (
-            OSDPConfig(memory_limit="2GiB"),
-            None,
-            "{'osdp': True, 'strategy': 'ddp'}",
-            {"memory_limit": "2GiB", "strategy": "ddp"},
-        ),
-        ({"strategy": "osdp"}, None, "{'osdp': True, 'strategy': 'ddp'}", {}),
-        (None, None, OFF, None),
-        (True, None, OFF, {"memory_limit": "1GiB"}),
-        (None, {"osdp": {"strategy": "hsdp"}}, ON, {"strategy": "hsdp", "memory_limit": "1GiB"}),
-        (None, {"osdp": False}, ON, None),
-    ],
-)
+@pytest.mark.parametrize(("asked", "fsdp_config", "launched", "expected"), [
+    (None, None, None, None),
+    (True, None, None, {}),
+    (None, None, ON, {"memory_limit": "1GiB"}),
+    (False, None, ON, None),
+    ({"strategy": "ddp"}, None, ON, {"strategy": "ddp", "memory_limit": "1GiB"}),
+    (OSDPConfig(memory_limit="2GiB"), None, DDP, {"memory_limit": "2GiB", "strategy": "ddp"}),
+    ({"strategy": "osdp"}, None, DDP, {}),
+    (None, None, OFF, None),
+    (True, None, OFF, {"memory_limit": "1GiB"}),
+    (None, {"osdp": {"strategy": "hsdp"}}, ON, {"strategy": "hsdp", "memory_limit": "1GiB"}),
+    (None, {"osdp": False}, ON, None),
+])  # fmt: skip
 def test_requested_config_merges_argument_fsdp_config_and_launcher(
     tmp_path, monkeypatch, asked, fsdp_config, launched, expected
 ):
@@ -213,7 +174,7 @@ def test_requested_config_reads_the_file_of_fsdp_config(tmp_path):
         (True, {"transformer_layer_cls_to_wrap": ["A"]}, r"transformer_layer_cls_to_wrap.*OSDPConfig\(block_classes"),
     ],
 )
-def test_requested_config_refuses_what_has_no_effect_or_cannot_be_read(tmp_path, asked, fsdp_config, part):
+def test_requested_config_refuses_options_without_effect_or_unreadable(tmp_path, asked, fsdp_config, part):
     with pytest.raises(ValueError, match=part) as caught:
         requested_config(asked, arguments(tmp_path, fsdp_config=fsdp_config))
     assert "\n" not in str(caught.value)
@@ -228,7 +189,7 @@ def test_requested_config_names_the_file_that_it_cannot_read(tmp_path, text, par
         requested_config(None, args)
 
 
-def test_torch_compile_of_the_arguments_is_an_option_of_the_plan(tmp_path):
+def test_torch_compile_of_arguments_is_an_option_of_plans(tmp_path):
     assert requested_config(True, arguments(tmp_path, torch_compile=True)).compile
     assert not requested_config(True, arguments(tmp_path)).compile
     assert requested_config({"compile": "auto"}, arguments(tmp_path, torch_compile=True)).compile == "auto"
@@ -247,22 +208,15 @@ def test_torch_compile_of_the_arguments_is_an_option_of_the_plan(tmp_path):
         (None, {}, None),
     ],
 )
-def test_steps_of_training_are_those_of_the_arguments_or_of_the_data(dataset, changes, steps, tmp_path):
+def test_steps_of_training_come_from_arguments_or_data(dataset, changes, steps, tmp_path):
     args = arguments(tmp_path, **{"num_train_epochs": 2.5, **changes})
     assert _steps(SimpleNamespace(args=args, train_dataset=dataset), 3) == steps
 
 
-# ---- a Trainer
-
-
-def test_plan_replaces_auto_find_batch_size_in_a_copy_of_the_arguments(tmp_path):
+def test_plan_replaces_auto_find_batch_size_in_a_copy(tmp_path):
     asked = arguments(tmp_path, auto_find_batch_size=True, per_device_train_batch_size=8)
-    trainer = Trainer(
-        model=tiny_model("gpt2", layers=1),
-        args=asked,
-        train_dataset=DATA,
-        osdp={"hardware": "cpu", "memory_limit": "1GiB"},
-    )
+    osdp = {"hardware": "cpu", "memory_limit": "1GiB"}
+    trainer = Trainer(model=tiny_model("gpt2", layers=1), args=asked, train_dataset=DATA, osdp=osdp)
     assert trainer.args.auto_find_batch_size is False and asked.auto_find_batch_size is True
     assert trainer.args.per_device_train_batch_size == trainer.plan.micro_batch_size
     assert trainer.plan.global_batch_size == 8
@@ -270,43 +224,32 @@ def test_plan_replaces_auto_find_batch_size_in_a_copy_of_the_arguments(tmp_path)
 
 def test_one_process_runs_what_its_plan_says(tmp_path):
     model = tiny_model("llama", layers=2)
-    description = describe(
-        model, sequence_length=12, split=ModelSplit(sliced=(OperatorSplit(fqn="lm_head", slices=3),)),
-        partial_recomputation=False,
-    )  # fmt: skip
-    activations = [
-        Activations.RECOMPUTE if i in description.recomputable else Activations.SAVE
-        for i in range(len(description.units))
-    ]
-    layouts = [UnitLayout(shard_size=1, reshard_after_forward=False, activations=each) for each in activations]
+    split = ModelSplit(sliced=(OperatorSplit(fqn="lm_head", slices=3),))
+    description = describe(model, sequence_length=12, split=split, partial_recomputation=False)
+    ways = [Activations.SAVE, Activations.RECOMPUTE]
+    of = [ways[i in description.recomputable] for i in range(len(description.units))]
+    layouts = [UnitLayout(shard_size=1, reshard_after_forward=False, activations=each) for each in of]
     plan = Plan.of(description, layouts, Batch(micro_batch_size=4, accumulation_steps=2), world_size=1)
     args = arguments(tmp_path, per_device_train_batch_size=8, max_steps=1, logging_steps=1, save_strategy="no")
     before = model.lm_head.weight.detach().clone()
     Trainer(model=model, args=args, train_dataset=DATA, osdp=OSDPConfig(plan=plan)).train()
     assert all(recomputation_of(layer) for layer in model.model.layers)
     assert is_split(model)
-    assert not torch.equal(model.state_dict()["lm_head.weight"], before), (
-        "the optimizer trains what the model computes with"
-    )
+    assert not torch.equal(model.state_dict()["lm_head.weight"], before), "the optimizer trains what is computed with"
 
 
-def test_trainer_refuses_model_init_and_recompute_false_beside_gradient_checkpointing(tmp_path):
+def test_trainer_and_accelerator_refuse_what_has_no_effect(tmp_path):
     args = arguments(tmp_path, per_device_train_batch_size=8, gradient_checkpointing=True)
     with pytest.raises(ValueError, match="recompute=False has no effect with activation checkpointing"):
         Trainer(model=tiny_model("gpt2", layers=1), args=args, train_dataset=DATA, osdp={"recompute": False})
     with pytest.raises(ValueError, match="model_init"):
         Trainer(model_init=lambda: None, args=args, train_dataset=DATA, osdp=True)
-
-
-def test_accelerator_refuses_hook_of_ddp_that_would_have_no_effect():
     with pytest.raises(ValueError, match=r"^comm_hook=bf16 is for DDP and has no effect under a plan"):
         OSDPAccelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)])
     OSDPAccelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
 
 
 class Dropping(nn.Module):
-    """A block of one's own, with dropout."""
-
     calls = 0
 
     def __init__(self) -> None:
@@ -329,7 +272,7 @@ class Stack(nn.Module):
         return {"loss": features.square().mean()}
 
 
-def test_activation_checkpointing_of_the_plugin_recomputes_blocks_of_ones_own_with_the_same_dropout(monkeypatch):
+def test_plugins_activation_checkpointing_recomputes_own_blocks_with_same_dropout(monkeypatch):
     def gradients(model: nn.Module) -> list[torch.Tensor]:
         torch.manual_seed(1)
         loss = model(features=torch.ones(4, 8))["loss"]
@@ -340,15 +283,11 @@ def test_activation_checkpointing_of_the_plugin_recomputes_blocks_of_ones_own_wi
     torch.manual_seed(0)
     plain = Stack()
     model = copy.deepcopy(plain)
-    osdp = OSDPConfig(
-        hardware="cpu", compare=False, block_classes="Dropping",
-        inputs=lambda samples: {"features": torch.ones(samples, 8)},
-        sequence_length=1, global_batch_size=4, micro_batch_size=4,
-    )  # fmt: skip
+    sizes = {"sequence_length": 1, "global_batch_size": 4, "micro_batch_size": 4}
+    given = {"block_classes": "Dropping", "inputs": lambda samples: {"features": torch.ones(samples, 8)}}
+    osdp = OSDPConfig(hardware="cpu", compare=False, **sizes, **given)
     accelerator = OSDPAccelerator(osdp_plugin=OSDPPlugin(osdp=osdp, activation_checkpointing=True), cpu=True)
     model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     expected = gradients(plain)
     assert Dropping.calls == 0
-    assert all(map(torch.equal, gradients(model), expected)) and Dropping.calls == 2, (
-        "each block runs again in backward"
-    )
+    assert all(map(torch.equal, gradients(model), expected)) and Dropping.calls == 2, "again in backward"

@@ -1,6 +1,4 @@
-"""Prepared schedulers go on on another number of processes as a run of that number that was never interrupted, to
-the bit.
-"""
+"""Prepared schedulers go on on other numbers of processes as in a run never interrupted, to the bit."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ STEPS, BREAK = 12, 5
 
 KINDS = {
     "transformers": lambda optimizer, ranks: get_cosine_schedule_with_warmup(optimizer, 3 * ranks, STEPS * ranks),
-    "multiplicative": lambda optimizer, ranks: schedulers.MultiplicativeLR(
-        optimizer, lambda position: 0.9 ** (1 / ranks)
-    ),
+    "multiplicative": lambda optimizer, ranks: schedulers.MultiplicativeLR(optimizer, lambda _: 0.9 ** (1 / ranks)),
     "step": lambda optimizer, ranks: schedulers.StepLR(optimizer, 2 * ranks, 0.7),
     "milestones": lambda optimizer, ranks: schedulers.MultiStepLR(optimizer, [3 * ranks, 6 * ranks], 0.7),
     "exponential": lambda optimizer, ranks: schedulers.ExponentialLR(optimizer, 0.9 ** (1 / ranks)),
@@ -32,10 +28,7 @@ KINDS = {
     "cyclic": lambda optimizer, ranks: schedulers.CyclicLR(optimizer, 0.01, 0.1, 4 * ranks, cycle_momentum=False),
     "in turn": lambda optimizer, ranks: schedulers.SequentialLR(
         optimizer,
-        [
-            schedulers.LinearLR(optimizer, 0.1, total_iters=3 * ranks),
-            schedulers.CosineAnnealingLR(optimizer, STEPS * ranks),
-        ],
+        [schedulers.LinearLR(optimizer, 0.1, 1.0, 3 * ranks), schedulers.CosineAnnealingLR(optimizer, STEPS * ranks)],
         [3 * ranks],
     ),
     "chained": lambda optimizer, ranks: schedulers.ChainedScheduler(
@@ -55,12 +48,10 @@ def own(scheduler, **options):
 
 
 def rates_of(optimizer) -> list[float]:
-    """Rates and first betas of all groups."""
     return [value for group in optimizer.param_groups for value in (group["lr"], *group["betas"])]
 
 
 def stepped(optimizer, several, times: int) -> list[list[float]]:
-    """Rates and betas after each of the steps."""
     seen = []
     for _ in range(times):
         optimizer.step()
@@ -71,9 +62,7 @@ def stepped(optimizer, several, times: int) -> list[list[float]]:
 
 
 def carried_over(make, was: int, now: int, steps: int):
-    """Schedulers of `make` after a checkpoint of `was` processes was loaded into a run of `now`, with their
-    optimizer.
-    """
+    """Schedulers of `make` and their optimizer, after a checkpoint of `was` processes was loaded by `now`."""
     optimizer, old = made(make, was)
     stepped(optimizer, old, steps * was)
     fresh, new = made(make, now)
@@ -115,12 +104,8 @@ def test_position_factor_follows_ranks_and_samples(was, now, factor):
 
 def test_own_schedule_leaves_out_what_goes_by_the_loop_alone():
     (scheduler,) = made([KINDS["step"]], 1)[1]
-    assert (
-        own(scheduler, split_batches=True)
-        is own(scheduler, step_with_optimizer=False)
-        is process_schedule(SimpleNamespace())
-        is None
-    )
+    assert own(scheduler, split_batches=True) is own(scheduler, step_with_optimizer=False) is None
+    assert process_schedule(SimpleNamespace()) is None
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -132,10 +117,6 @@ def test_schedules_that_cannot_be_rescaled_are_named_and_stay():
     before, rates = [own(scheduler)], scheduler.get_last_lr()
     assert rescale_schedules(before, Fraction(1, 2)) == rescale_schedules(before, None) == ["StepLR"]
     assert scheduler.get_last_lr() == rates and scheduler.last_epoch == 6
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_one_cycle_ends_where_accelerate_stops_stepping_it():
     optimizer, (scheduler,) = made([KINDS["one cycle"]], 2)
     before = [own(scheduler)]
     stepped(optimizer, [scheduler], 20)

@@ -1,6 +1,4 @@
-"""Trainers of others under a plan: how classes are put together, which loss is planned for, and what stays as it
-is.
-"""
+"""Trainers of others under a plan: how classes are put together, which loss is planned for, what stays as it is."""
 
 from __future__ import annotations
 
@@ -11,12 +9,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Seq2SeqTrainer,
-    TrainingArguments,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, Seq2SeqTrainer, TrainingArguments
 
 import hf_osdp
 from hf_osdp import OSDPConfig, with_osdp
@@ -25,9 +18,7 @@ from hf_osdp.planner.presets import preset
 
 
 class Scaled(transformers.Trainer):
-    """Has a constructor of its own, which knows nothing of a plan, and changes the model after the stock one has
-    ended.
-    """
+    """Has a constructor that knows nothing of a plan, and changes the model after the stock one has ended."""
 
     def __init__(self, model, args, scale, **kwargs):
         super().__init__(model=model, args=args, **kwargs)
@@ -46,7 +37,7 @@ class Scaled(transformers.Trainer):
 
 def model():
     sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 64, "max_position_embeddings": 64}
-    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, num_attention_heads=2, **sizes))
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, num_attention_heads=2, **sizes))
 
 
 def rows():
@@ -54,15 +45,14 @@ def rows():
 
 
 def arguments(tmp_path, **options):
-    return TrainingArguments(
-        output_dir=str(tmp_path / "out"), use_cpu=True, per_device_train_batch_size=2, report_to=[], **options
-    )
+    small = {"use_cpu": True, "per_device_train_batch_size": 2, "report_to": []}
+    return TrainingArguments(output_dir=str(tmp_path / "out"), **small, **options)
 
 
 CONFIG = OSDPConfig(hardware=preset("cpu"), compare=False)
 
 
-def test_osdp_is_an_option_of_subclasses_whether_they_know_it_or_not(tmp_path):
+def test_osdp_is_an_option_of_subclasses_unaware_of_it(tmp_path):
     class Mine(Scaled, hf_osdp.Trainer):
         pass
 
@@ -73,23 +63,13 @@ def test_osdp_is_an_option_of_subclasses_whether_they_know_it_or_not(tmp_path):
 
     for cls in (with_osdp(Scaled), Mine):
         trainer = cls(model(), arguments(tmp_path), 2.0, train_dataset=rows(), osdp=CONFIG)
-        assert (
-            trainer.plan is not None
-            and trainer.scale == 2.0
-            and isinstance(trainer, Scaled)
-            and isinstance(trainer, hf_osdp.Trainer)
-        )
+        assert trainer.plan is not None and trainer.scale == 2.0 and isinstance(trainer, Scaled)
+        assert isinstance(trainer, hf_osdp.Trainer)
     assert with_osdp(Scaled)(model(), arguments(tmp_path), 2.0, train_dataset=rows(), osdp=False).plan is None
     known = Known(model=model(), args=arguments(tmp_path), train_dataset=rows(), osdp=CONFIG)
     assert known.given is CONFIG and known.plan is not None
-    assert (
-        with_osdp(Scaled).__name__ == "Scaled" and "scale" in inspect.signature(with_osdp(Scaled).__init__).parameters
-    )
-
-
-def test_subclass_with_our_trainer_first_is_refused_by_name():
-    with pytest.raises(TypeError, match="Wrong lists hf_osdp's Trainer before Scaled"):
-        type("Wrong", (hf_osdp.Trainer, Scaled), {})
+    assert with_osdp(Scaled).__name__ == "Scaled"
+    assert "scale" in inspect.signature(with_osdp(Scaled).__init__).parameters
 
 
 def test_with_osdp_keeps_known_classes_and_refuses_others():
@@ -97,6 +77,8 @@ def test_with_osdp_keeps_known_classes_and_refuses_others():
     assert issubclass(with_osdp(Seq2SeqTrainer), Seq2SeqTrainer)
     with pytest.raises(ValueError, match=r"with_osdp needs a subclass of transformers\.Trainer"):
         with_osdp(dict)
+    with pytest.raises(TypeError, match="Wrong lists hf_osdp's Trainer before Scaled"):
+        type("Wrong", (hf_osdp.Trainer, Scaled), {})
 
 
 def test_plan_is_made_for_the_loss_that_runs(tmp_path):
@@ -104,84 +86,67 @@ def test_plan_is_made_for_the_loss_that_runs(tmp_path):
     stock = hf_osdp.Trainer(model=model(), args=arguments(tmp_path), train_dataset=rows(), osdp=CONFIG)
     assert own.seen == [], "the trainer itself stays as it is"
     assert own._run.inputs.description.trace.startswith("fake tensors")
-    held = [
-        sum(segment.saved_bytes.bytes(2) for segment in trainer._run.inputs.description.segments)
-        for trainer in (own, stock)
-    ]
+    segments = [trainer._run.inputs.description.segments for trainer in (own, stock)]
+    held = [sum(segment.saved_bytes.bytes(2) for segment in each) for each in segments]
     assert held[0] != held[1]
     assert own._run.inputs.description.other_bytes == (3 * 5 + 5) * 4 == bytes_of_other_models(own)["judge"]
     assert own.plan.sequence_length == 16
 
 
-def test_loss_that_cannot_be_traced_falls_back_with_a_warning(tmp_path, caplog):
-    class Odd(transformers.Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            raise RuntimeError("not under fake tensors")
+class Weighs(transformers.Trainer):
+    def __init__(self, *args, weigh, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.weigh = weigh
 
-    trainer = with_osdp(Odd)(model=model(), args=arguments(tmp_path), train_dataset=rows(), osdp=CONFIG)
-    assert trainer.plan is not None
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return self.weigh(model, inputs)
+
+
+def weighing(tmp_path, weigh, inner=None):
+    about = {"args": arguments(tmp_path), "train_dataset": rows(), "osdp": CONFIG}
+    return with_osdp(Weighs)(model=inner or model(), weigh=weigh, **about)
+
+
+def test_loss_that_cannot_be_traced_falls_back_with_a_warning(tmp_path, caplog):
+    assert weighing(tmp_path, lambda model, inputs: 1 / 0).plan is not None
     assert "The loop's own loss cannot be traced with its batches" in caplog.text
 
 
-def test_traced_loss_runs_on_fake_copies_of_the_modules_that_it_holds(tmp_path):
+def test_traced_loss_runs_on_fake_copies_of_its_modules(tmp_path):
     class Holder(torch.nn.Module):
         def __init__(self, inner):
             super().__init__()
             self.inner, self.own = inner, torch.nn.Parameter(torch.ones(3))
 
-        def forward(self, **inputs):
+        def forward(self, _, inputs):
             return self.inner(**inputs).loss * self.own.sum()
 
-    class Held(transformers.Trainer):
-        def __init__(self, *args, holder, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.holder = holder
-
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            return self.holder(**inputs)
-
     inner = model()
-    trainer = with_osdp(Held)(
-        model=inner, args=arguments(tmp_path), train_dataset=rows(), holder=Holder(inner), osdp=CONFIG
-    )
+    trainer = weighing(tmp_path, Holder(inner), inner)
     assert trainer._run.inputs.description.trace.startswith("fake tensors")
-    assert trainer.holder.inner is inner and trainer.holder.own.grad is None
-
-
-class Anneals:
-    """Weighs the loss by how often it was called."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, outputs, labels, num_items_in_batch=None):
-        self.calls += 1
-        return outputs.logits.mean() / self.calls
+    assert trainer.weigh.inner is inner and trainer.weigh.own.grad is None
 
 
 def test_tracing_does_not_advance_what_a_loss_counts(tmp_path):
-    class Counts(transformers.Trainer):
-        def __init__(self, *args, weigh, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.weigh = weigh
+    class Anneals:
+        calls = 0
 
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            return self.weigh(model(**inputs), None)
+        def __call__(self, outputs, labels, num_items_in_batch=None):
+            self.calls += 1
+            if isinstance(outputs, torch.nn.Module):  # called by `Weighs`
+                outputs = outputs(**labels)
+            return outputs.logits.mean() / self.calls
 
-    anneals = [Anneals() for _ in range(4)]
+    def enclosing(loss):
+        return lambda outputs, labels, num_items_in_batch=None: loss(outputs, labels)
+
+    own, *anneals = [Anneals() for _ in range(4)]
+    trainers = [weighing(tmp_path, own)]
     about = {"args": arguments(tmp_path), "train_dataset": rows(), "osdp": CONFIG}
-    trainers = [
-        with_osdp(Counts)(model=model(), weigh=anneals[0], **about),
-        hf_osdp.Trainer(model=model(), compute_loss_func=anneals[1], **about),
-        hf_osdp.Trainer(model=model(), compute_loss_func=enclosing(anneals[2]), **about),
-        hf_osdp.Trainer(model=model(), compute_loss_func=anneals[3].__call__, **about),
-    ]
+    for loss in (anneals[0], enclosing(anneals[1]), anneals[2].__call__):
+        trainers.append(hf_osdp.Trainer(model=model(), compute_loss_func=loss, **about))
     assert all(trainer._run.inputs.description.trace.startswith("fake tensors") for trainer in trainers)
-    assert [each.calls for each in anneals] == [0, 0, 0, 0]
-
-
-def enclosing(loss):
-    return lambda outputs, labels, num_items_in_batch=None: loss(outputs, labels)
+    assert [each.calls for each in (own, *anneals)] == [0, 0, 0, 0]
 
 
 def test_whole_weights_are_shown_while_a_trainer_saves():

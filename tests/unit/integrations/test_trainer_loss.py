@@ -1,6 +1,4 @@
-"""Micro-batches of a Trainer's run: left to the planner where the loss is a share of the step's, else as the
-arguments set them.
-"""
+"""Micro-batches of a run: left to the planner where the loss is a share of the step's, else as the arguments say."""
 
 from __future__ import annotations
 
@@ -27,26 +25,14 @@ import hf_osdp
 from hf_osdp import InfeasibleError, OSDPConfig, with_osdp
 from tests.helpers.sampling import slow_but
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "vocab_size": 64,
-}
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES["vocab_size"] = 64
 CONFIG = OSDPConfig(hardware="cpu", compare=False, operator_splitting=False)
-LIMIT = "1536KiB"
-"""Less than 16 samples of 32 tokens need, and more than 4."""
+LIMIT = "1536KiB"  # less than 16 samples of 32 tokens need, and more than 4
 
 
 def arguments(tmp_path, **options):
-    given = {
-        "per_device_train_batch_size": 2,
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "save_strategy": "no",
-    }
+    given = {"per_device_train_batch_size": 2, "report_to": [], "use_cpu": True, "save_strategy": "no"}
     return TrainingArguments(output_dir=str(tmp_path / "out"), **{**given, **options})
 
 
@@ -92,37 +78,32 @@ WHOLE = "is not divided by num_items_in_batch"
 ONE_LABEL = {"train_dataset": rows(label=lambda row: torch.tensor(1))}
 
 
-@pytest.mark.parametrize(
-    ("make", "base", "options", "given", "reason"),
-    [
-        (llama, None, {}, {}, None),
+@pytest.mark.parametrize(("make", "base", "options", "given", "reason"), [
+    (llama, None, {}, {}, None),
+    (lambda: get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"])), None, {}, {}, None),
+    (llama, None, {}, {"compute_loss_func": divided}, None),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         (lambda: llama(type("Named", (LlamaForCausalLM,), {})), None, {}, {}, None),
-        (lambda: get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"])), None, {}, {}, None),
         (llama, None, {"label_smoothing_factor": 0.1}, {}, None),
-        (llama, None, {}, {"compute_loss_func": divided}, None),
         (llama, OwnSum, {}, {}, None),
-        (mixtral, None, {}, {}, None),
-        (lambda: llama(Mean), None, {}, {}, f"The loss of Mean {WHOLE}"),
-        (lambda: llama(LlamaForSequenceClassification), None, {}, ONE_LABEL,
-         f"The loss of LlamaForSequenceClassification {WHOLE}"),
-        (lambda: BertForSequenceClassification(BERT), None, {}, ONE_LABEL,
-         f"The loss of BertForSequenceClassification {WHOLE}"),
-        (llama, None, {}, {"compute_loss_func": lambda outputs, *_, **__: outputs.logits.mean()},
-         f"The loss of compute_loss_func {WHOLE}"),
-        (llama, OwnMean, {}, {}, f"The loss of OwnMean.compute_loss {WHOLE}"),
-        (lambda: mixtral(output_router_logits=True), None, {}, {},
-         "The loss of MixtralForCausalLM is not a sum over samples"),
-        (llama, None, {"average_tokens_across_devices": False}, {}, "average_tokens_across_devices=False"),
-        (llama, None, {"dataloader_drop_last": True}, {}, "dataloader_drop_last=True"),
-        (llama, None, {"accelerator_config": {"even_batches": False}}, {}, "even_batches=False"),
-        (llama, None, {"dataloader_drop_last": True}, {"train_dataset": Dataset.from_list(rows(8))}, None),
-    ],
-)  # fmt: skip
+        (mixtral, None, {}, {}, None))),
+    (lambda: llama(Mean), None, {}, {}, f"The loss of Mean {WHOLE}"),
+    (lambda: BertForSequenceClassification(BERT), None, {}, ONE_LABEL,
+     f"The loss of BertForSequenceClassification {WHOLE}"),
+    (llama, None, {}, {"compute_loss_func": lambda outputs, *_, **__: outputs.logits.mean()},
+     f"The loss of compute_loss_func {WHOLE}"),
+    (llama, OwnMean, {}, {}, f"The loss of OwnMean.compute_loss {WHOLE}"),
+    (lambda: mixtral(output_router_logits=True), None, {}, {},
+     "The loss of MixtralForCausalLM is not a sum over samples"),
+    (llama, None, {"dataloader_drop_last": True}, {}, "dataloader_drop_last=True"),
+    (llama, None, {"average_tokens_across_devices": False}, {}, "average_tokens_across_devices=False"),
+    (llama, None, {"accelerator_config": {"even_batches": False}}, {}, "even_batches=False"),
+    (llama, None, {"dataloader_drop_last": True}, {"train_dataset": Dataset.from_list(rows(8))}, None),
+])  # fmt: skip
 def test_micro_batches_stay_unless_their_losses_add_up(tmp_path, caplog, make, base, options, given, reason):
     args = arguments(tmp_path, gradient_accumulation_steps=2, **options)
-    trainer = with_osdp(base or transformers.Trainer)(
-        model=make(), args=args, osdp=CONFIG, **{"train_dataset": rows(), **given}
-    )
+    cls = with_osdp(base or transformers.Trainer)
+    trainer = cls(model=make(), args=args, osdp=CONFIG, **{"train_dataset": rows(), **given})
     assert (trainer.plan.accumulation_steps == 2) is (reason is not None)
     assert reason is None or (reason in caplog.text and "micro-batches stay at 2 samples" in caplog.text)
 
@@ -132,9 +113,8 @@ def trained(tmp_path, make, data, osdp, **options):
     args = arguments(tmp_path, **{"max_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, **options})
     trainer = hf_osdp.Trainer(model=make(), args=args, train_dataset=data, osdp=osdp)
     trainer.train()
-    return trainer, [
-        [entry[name] for entry in trainer.state.log_history if name in entry] for name in ("loss", "grad_norm")
-    ]
+    history = trainer.state.log_history
+    return trainer, [[entry[name] for entry in history if name in entry] for name in ("loss", "grad_norm")]
 
 
 def assert_equal(figures, expected):
@@ -144,7 +124,7 @@ def assert_equal(figures, expected):
 
 
 def float_label(row):
-    return torch.tensor(float(row.double().mean()) / 30, dtype=torch.float64)
+    return row.double().mean() / 30
 
 
 def distilbert():
@@ -153,38 +133,35 @@ def distilbert():
     return DistilBertForMaskedLM(DistilBertConfig(**sizes, dropout=0.0, attention_dropout=0.0)).double()
 
 
+def classifier(labels, kind):
+    return lambda: llama(LlamaForSequenceClassification, num_labels=labels, problem_type=kind)
+
+
+SEVERAL = rows(32, 32, lambda row: (row[:4] > 30).double())
 CASES = {
-    "regression": (
-        lambda: llama(LlamaForSequenceClassification, num_labels=1, problem_type="regression"),
-        rows(32, 32, float_label),
-    ),
-    "multi-label": (
-        lambda: llama(LlamaForSequenceClassification, num_labels=4, problem_type="multi_label_classification"),
-        rows(32, 32, lambda row: (row[:4] > 30).double()),
-    ),
+    "regression": (classifier(1, "regression"), rows(32, 32, float_label)),
+    "multi-label": (classifier(4, "multi_label_classification"), SEVERAL),
     "masked": (distilbert, rows(32, 32, lambda row: torch.where(row % 2 == 0, row, -100))),
     "experts": (lambda: mixtral(output_router_logits=True), rows(32, 32)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", slow_but(CASES, daily=("regression", "multi-label", "masked")))
-def test_training_equals_stock_or_is_refused_where_the_loss_is_not_a_share(tmp_path, name):
+@pytest.mark.parametrize("name", slow_but(CASES, daily=("regression", "masked")))
+def test_training_equals_stock_or_is_refused_by_kind_of_loss(tmp_path, name):
     make, data = CASES[name]
-    options = {"per_device_train_batch_size": 16}
+    options, osdp = {"per_device_train_batch_size": 16}, {"hardware": "cpu", "compare": False}
     try:
-        trainer, figures = trained(
-            tmp_path, make, data, {"memory_limit": LIMIT, "hardware": "cpu", "compare": False}, **options
-        )
+        trainer, figures = trained(tmp_path, make, data, {**osdp, "memory_limit": LIMIT}, **options)
     except InfeasibleError as error:
         assert "so micro-batches stay at 16 samples" in str(error) and "\n" not in str(error)
-        trainer, figures = trained(tmp_path, make, data, {"hardware": "cpu", "compare": False}, **options)
+        trainer, figures = trained(tmp_path, make, data, osdp, **options)
     assert trainer.plan.micro_batch_size == 16
     assert_equal(figures, trained(tmp_path, make, data, False, **options)[1])
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("name", ["regression", "multi-label"])
-def test_micro_batch_size_that_the_user_set_averages_means_of_samples(tmp_path, name, accumulation):
+@pytest.mark.parametrize("accumulation", slow_but([1, 2], daily=(2,)))
+@pytest.mark.parametrize("name", slow_but(["regression", "multi-label"], daily=("multi-label",)))
+def test_set_micro_batch_size_averages_means_of_samples(tmp_path, name, accumulation):
     make, data = CASES[name]
     options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": accumulation}
     osdp = {"micro_batch_size": 2, "hardware": "cpu", "compare": False}
@@ -195,14 +172,14 @@ def test_micro_batch_size_that_the_user_set_averages_means_of_samples(tmp_path, 
     assert trainer.evaluate(data)["eval_loss"] == pytest.approx(stock.evaluate(data)["eval_loss"], rel=1e-6)
 
 
-def test_micro_batch_size_is_refused_where_a_part_of_the_loss_would_be_multiplied(tmp_path):
+def test_micro_batch_size_that_would_multiply_loss_parts_is_refused(tmp_path):
     osdp = OSDPConfig(hardware="cpu", compare=False, micro_batch_size=1)
     args = arguments(tmp_path)
     with pytest.raises(ValueError, match="so micro_batch_size=1 would train something else than the 2 samples"):
         hf_osdp.Trainer(model=mixtral(output_router_logits=True), args=args, train_dataset=rows(), osdp=osdp)
 
 
-def test_a_trainer_that_divides_by_its_steps_keeps_its_micro_batches(tmp_path, caplog):
+def test_trainer_that_divides_by_steps_keeps_micro_batches(tmp_path, caplog):
     class Divides(transformers.Trainer):
         loss_is_scaled_for_ga = True
 

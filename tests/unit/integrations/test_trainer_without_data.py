@@ -20,10 +20,8 @@ def rows(count: int = 8) -> list[dict[str, torch.Tensor]]:
 
 
 def made(folder, kind=Trainer, model=None, *, arguments=None, **given):
-    args = TrainingArguments(
-        str(folder), use_cpu=True, report_to="none", disable_tqdm=True, max_steps=1, save_strategy="no",
-        per_device_train_batch_size=2, **(arguments or {}),
-    )  # fmt: skip
+    small = {"use_cpu": True, "report_to": "none", "max_steps": 1, "save_strategy": "no"}
+    args = TrainingArguments(str(folder), **{**small, "per_device_train_batch_size": 2, **(arguments or {})})
     if kind is Trainer:
         given["osdp"] = {"memory_limit": "1GiB", "hardware": "cpu", "compare": False, **given.get("osdp", {})}
     return kind(model=tiny_model("gpt2", layers=1) if model is None else model, args=args, **given)
@@ -43,7 +41,7 @@ def test_without_data_the_plan_is_made_when_data_comes(tmp_path):
         made(tmp_path).train()
 
 
-def test_plan_for_evaluation_trains_only_with_the_micro_batch_of_the_arguments(tmp_path):
+def test_plan_for_evaluation_trains_with_micro_batch_of_arguments_only(tmp_path):
     trainer = made(tmp_path, eval_dataset=rows(2), osdp={"micro_batch_size": 1})
     trainer.evaluate()
     trainer.train_dataset = rows()
@@ -67,11 +65,9 @@ class OneSample(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels.reshape(LENGTH)), "logits": logits[None]}
 
 
-def test_model_that_runs_one_sample_only_is_planned_where_the_micro_batch_is_one(tmp_path):
+def test_model_for_one_sample_is_planned_with_micro_batch_one(tmp_path):
     one = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
-    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, max_steps=1, **one)
-    osdp = {"memory_limit": "1GiB", "hardware": "cpu", "compare": False}
-    trainer = Trainer(model=OneSample(), args=args, train_dataset=rows(), osdp=osdp)
+    trainer = made(tmp_path, model=OneSample(), arguments=one, train_dataset=rows())
     trainer.train()
     assert (trainer.plan.micro_batch_size, trainer.plan.accumulation_steps, trainer.state.global_step) == (1, 2, 1)
 

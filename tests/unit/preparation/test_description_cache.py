@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from torch import nn
 from transformers import GPT2Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
@@ -37,92 +38,80 @@ def described(traced, monkeypatch):
     return traced
 
 
-def model(**changes):
-    return build_on_meta(GPT2Config(**{**CONFIG, **changes}))
+def model(change=None, **changes):
+    made = build_on_meta(GPT2Config(**{**CONFIG, **changes}))
+    if change:
+        change(made)
+    return made
 
 
-def frozen():
-    partly = model()
-    partly.transformer.wpe.requires_grad_(False)
-    return partly
+def frozen(made):
+    made.transformer.wpe.requires_grad_(False)
 
 
-def test_same_model_is_traced_once_and_found_equal(traced):
-    first, again = (
-        describe_once(model(), sequence_length=16, device_type="cuda", compute_dtype=DType.BFLOAT16) for _ in range(2)
-    )
-    assert again == first and len(traced) == 1
+def batch(samples, *, filled=False):
+    ids = torch.full((samples, 16), int(filled))
+    return {"input_ids": ids, "labels": ids}
+
+
+def test_same_model_is_traced_once_and_its_warning_repeated(traced, caplog):
+    options = {"device_type": "cuda", "capability": (7, 5), "compute_dtype": DType.BFLOAT16}
+    found = []
+    for _ in range(2):
+        caplog.clear()
+        found.append(describe_once(model(), sequence_length=16, **options))
+        assert "math kernel" in caplog.text
+    assert found[0] == found[1] and len(traced) == 1
+
+
+SAME = {"sequence_length": 16, "inputs": batch}
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        lambda: describe_once(model(), sequence_length=24),
-        lambda: describe_once(model(), sequence_length=16, device_type="cuda"),
-        lambda: describe_once(model(n_embd=64), sequence_length=16),
-        lambda: describe_once(model(resid_pdrop=0.0), sequence_length=16),
-        lambda: describe_once(model().to(torch.bfloat16), sequence_length=16),
-        lambda: describe_once(frozen(), sequence_length=16),
+        lambda: describe_once(model(), **{**SAME, "sequence_length": 24}),
+        lambda: describe_once(model(), **SAME, device_type="cuda"),
+        lambda: describe_once(model(n_embd=64), **SAME),
+        lambda: describe_once(model(resid_pdrop=0.0), **SAME),
+        lambda: describe_once(model().to(torch.bfloat16), **SAME),
+        lambda: describe_once(model(), sequence_length=16, inputs=lambda samples: batch(samples, filled=True)),
+        lambda: describe_once(model(), sequence_length=16, inputs=lambda n: {**batch(n), "use_cache": False}),
     ],
 )
-def test_what_differs_is_traced_anew(described, changed):
-    describe_once(model(), sequence_length=16)
-    changed()
+def test_what_differs_is_traced_anew_and_once(described, changed):
+    describe_once(model(), **SAME)
+    for _ in range(2):
+        changed()
     assert len(described) == 2
 
 
-def batch(samples, *, filled=False):
-    ids = torch.ones(samples, 16, dtype=torch.long) if filled else torch.zeros(samples, 16, dtype=torch.long)
-    return {"input_ids": ids, "labels": ids}
-
-
-def test_batches_of_the_same_content_are_traced_once(described):
+def test_other_code_is_another_description_and_own_loss_none(described, monkeypatch):
+    describe_once(model(), sequence_length=16)
+    monkeypatch.setattr(cache, "code_hash", lambda: "another")
     for _ in range(2):
-        describe_once(model(), sequence_length=16, inputs=lambda samples: batch(samples))
-    assert len(described) == 1
-    describe_once(model(), sequence_length=16, inputs=lambda samples: batch(samples, filled=True))
-    describe_once(model(), sequence_length=16, inputs=lambda samples: {**batch(samples), "use_cache": False})
-    assert len(described) == 3
+        describe_once(model(), sequence_length=16)
+    assert len(described) == 2
+    for _ in range(2):
+        describe_once(model(), sequence_length=16, loss=lambda model, batch: model(**batch).loss)
+    assert len(described) == 4
 
 
-def untied():
-    apart = model()
-    apart.lm_head.weight = torch.nn.Parameter(apart.lm_head.weight.detach().clone())
-    return apart
+OWN = {
+    "frozen": frozen,
+    "untied": lambda own: setattr(own.lm_head, "weight", nn.Parameter(own.lm_head.weight.detach().clone())),
+    "dropout": lambda own: setattr(own.transformer.h[1].mlp.dropout, "p", 0.5),
+    "checkpointing": lambda own: own.gradient_checkpointing_enable(),
+    "adapters": lambda own: with_lora(own, 4),
+    "evaluation": lambda own: own.eval(),
+    "buffer": lambda own: own.register_buffer("ema", torch.zeros(9)),
+}
 
 
-def with_dropout():
-    changed = model()
-    changed.transformer.h[1].mlp.dropout.p = 0.5
-    return changed
-
-
-def with_checkpointing():
-    changed = model()
-    changed.gradient_checkpointing_enable()
-    return changed
-
-
-def with_adapters():
-    return with_lora(model(), 4)
-
-
-def in_evaluation():
-    return model().eval()
-
-
-def with_buffer():
-    changed = model()
-    changed.register_buffer("ema", torch.zeros(9))
-    return changed
-
-
-@pytest.mark.parametrize(
-    "made", [frozen, untied, with_dropout, with_checkpointing, with_adapters, in_evaluation, with_buffer]
-)
-def test_object_that_differs_from_its_configuration_is_traced_anew_and_once(described, made):
-    for make in (model, made, made):
-        describe_once(make(), sequence_length=16)
+@pytest.mark.parametrize("change", OWN)
+def test_object_unlike_its_configuration_is_traced_anew_and_once(described, change):
+    for changed in (None, OWN[change], OWN[change]):
+        describe_once(model(changed), sequence_length=16)
     assert len(described) == 2
 
 
@@ -130,49 +119,32 @@ def own_forward(self, hidden):
     return hidden
 
 
-def changed_forward(changed, _):
-    changed.transformer.h[0].mlp.forward = types.MethodType(own_forward, changed.transformer.h[0].mlp)
-
-
-def changed_method(_, monkeypatch):
-    monkeypatch.setattr(GPT2MLP, "forward", functools.wraps(GPT2MLP.forward)(own_forward))
-
-
-def changed_loss(_, monkeypatch):
-    monkeypatch.setattr(torch.nn.functional, "cross_entropy", own_forward)
-
-
-def changed_attention(_, monkeypatch):
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", own_forward)
-
-
-def own_hook(changed, _):
-    changed.transformer.h[0].register_forward_hook(lambda module, args, output: output)
-
-
-def own_module(changed, _):
-    class Block(torch.nn.Dropout):
-        """Code that no version tells."""
-
-    changed.transformer.drop = Block(0.1)
-
-
-def own_object(changed, _):
-    changed.transformer.h[0].note = Noted()
+class Block(nn.Dropout):
+    """Code that no version tells."""
 
 
 class Noted:
     """Content that is not known."""
 
 
-@pytest.mark.parametrize(
-    "change",
-    [changed_forward, changed_method, changed_loss, changed_attention, own_hook, own_module, own_object],
-)
+FOREIGN = {
+    "forward": lambda own, _: setattr(own.h[0].mlp, "forward", types.MethodType(own_forward, own.h[0].mlp)),
+    "method": lambda _, patch: patch.setattr(
+        GPT2MLP, "forward", functools.wraps(GPT2MLP.forward)(lambda self, hidden: own_forward(self, hidden))
+    ),
+    "loss": lambda _, patch: patch.setattr(torch.nn.functional, "cross_entropy", own_forward),
+    "attention": lambda _, patch: patch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", own_forward),
+    "hook": lambda own, _: own.h[0].register_forward_hook(lambda module, args, output: output),
+    "module": lambda own, _: setattr(own, "drop", Block(0.1)),
+    "object": lambda own, _: setattr(own.h[0], "note", Noted()),
+}
+
+
+@pytest.mark.parametrize("change", FOREIGN)
 def test_code_of_others_is_traced_each_time(described, monkeypatch, change):
     for _ in range(2):
         own = model()
-        change(own, monkeypatch)
+        FOREIGN[change](own.transformer, monkeypatch)
         describe_once(own, sequence_length=16)
     assert len(described) == 2
 
@@ -192,19 +164,6 @@ def test_model_without_a_key_is_described_all_the_same(described):
     assert len(described) == 2
 
 
-def test_own_loss_is_traced_each_time(described):
-    for _ in range(2):
-        describe_once(model(), sequence_length=16, loss=lambda model, batch: model(**batch).loss)
-    assert len(described) == 2
-
-
-def test_other_code_is_another_description(described, monkeypatch):
-    describe_once(model(), sequence_length=16)
-    monkeypatch.setattr(cache, "code_hash", lambda: "another")
-    describe_once(model(), sequence_length=16)
-    assert len(described) == 2
-
-
 def test_damaged_file_is_made_again_and_old_ones_make_room(described, tmp_path, monkeypatch):
     found = describe_once(model(), sequence_length=16)
     (file,) = (tmp_path / "kept").iterdir()
@@ -218,22 +177,11 @@ def test_damaged_file_is_made_again_and_old_ones_make_room(described, tmp_path, 
 
 @pytest.mark.parametrize("kept", ["0", "/dev/null/nowhere"])
 def test_without_a_folder_nothing_is_kept(described, monkeypatch, kept):
-    monkeypatch.setenv("OSDP_CACHE", kept)
-    for _ in range(2):
-        describe_once(model(), sequence_length=16)
-    assert len(described) == 2
-
-
-def test_what_was_warned_of_is_said_again(traced, caplog):
-    for _ in range(2):
-        caplog.clear()
-        describe_once(model(), sequence_length=16, device_type="cuda", capability=(7, 5), compute_dtype=DType.BFLOAT16)
-        assert "math kernel" in caplog.text
-    assert len(traced) == 1
-
-
-def test_cache_folder_of_one_is_the_usual_one(monkeypatch):
     monkeypatch.delenv("OSDP_CACHE")
     usual = cache.cache_folder()
     monkeypatch.setenv("OSDP_CACHE", "1")
     assert cache.cache_folder() == usual is not None
+    monkeypatch.setenv("OSDP_CACHE", kept)
+    for _ in range(2):
+        describe_once(model(), sequence_length=16)
+    assert len(described) == 2

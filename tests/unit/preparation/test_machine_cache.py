@@ -6,6 +6,7 @@ import os
 import time
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 
 import pytest
 
@@ -41,51 +42,38 @@ def test_the_second_start_measures_memory_alone_and_says_so(measured, monkeypatc
     second = taken()
     assert measured == [0.5]
     assert second.device.source.startswith(f"{MEASURED_EARLIER}, 0 min ago")
-    assert (second.device.memory_bytes, second.device.reserved_bytes) == (2**33, 2**50), (
-        "what others take now, nobody can have"
-    )
+    assert (second.device.memory_bytes, second.device.reserved_bytes) == (2**33, 2**50), "others hold it now"
     same = {"memory_bytes": 1, "reserved_bytes": 0, "source": ""}
     assert replace(second.device, **same) == replace(first.device, **same)
-
-
-def test_what_was_reserved_when_it_was_measured_stays_reserved(measured, monkeypatch):
-    first = taken()
     monkeypatch.setattr(machine, "_memory_bytes", lambda device, before: (2**33, 0, ""))
-    assert first.device.reserved_bytes > 0
-    assert taken().device.reserved_bytes == first.device.reserved_bytes
+    assert taken().device.reserved_bytes == first.device.reserved_bytes > 0, "as it was when it was measured"
 
 
-def test_older_than_a_day_is_measured_anew(measured, tmp_path):
+def kept(folder: Path) -> Path:
+    (file,) = folder.rglob("*.json")
+    return file
+
+
+CHANGES = {
+    "a day old": lambda patch, folder: os.utime(kept(folder), (time.time() - 25 * 3600,) * 2),
+    "damaged": lambda patch, folder: kept(folder).write_text('{"device": {}}'),
+    "no cache": lambda patch, folder: patch.setenv("OSDP_CACHE", "0"),
+    "code": lambda patch, folder: patch.setattr(cache, "code_hash", lambda *_: "another"),
+    "device": lambda patch, folder: patch.setattr(cache, "device_name", lambda *_: "another"),
+    "topology": lambda patch, folder: patch.setattr(cache, "find_topology", lambda *_: "another"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_has_changed_is_measured_anew(measured, monkeypatch, tmp_path, change):
     taken()
-    (file,) = tmp_path.rglob("*.json")
-    old = time.time() - 25 * 3600
-    os.utime(file, (old, old))
-    taken()
-    assert measured == [0.5, 0.5]
-
-
-@pytest.mark.parametrize("change", ["code_hash", "device_name", "find_topology"])
-def test_another_machine_or_code_is_measured_anew(measured, monkeypatch, change):
-    taken()
-    monkeypatch.setattr(cache, change, lambda *_: "another")
-    taken()
-    assert measured == [0.5, 0.5]
-
-
-def test_a_damaged_file_is_measured_anew(measured, tmp_path):
-    taken()
-    (file,) = tmp_path.rglob("*.json")
-    file.write_text('{"device": {}}')
+    CHANGES[change](monkeypatch, tmp_path)
     taken()
     assert measured == [0.5, 0.5]
 
 
-@pytest.mark.parametrize("is_busy", [True, False])
-def test_nothing_is_kept_where_the_machine_is_busy_or_the_cache_off(measured, monkeypatch, is_busy):
-    if is_busy:
-        monkeypatch.setattr(cache, "seconds_without_core", count().__next__)
-    else:
-        monkeypatch.setenv("OSDP_CACHE", "0")
+def test_nothing_is_kept_of_a_busy_machine(measured, monkeypatch):
+    monkeypatch.setattr(cache, "seconds_without_core", count().__next__)
     taken()
     taken()
     assert measured == [0.5, 0.5]

@@ -1,10 +1,7 @@
-"""Out of memory: which errors say so, what is said of them, which limit is safer, and when a program can start
-again.
-"""
+"""Out of memory: which errors say so, what is said of them, which limit is safer, and when a run starts again."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -14,7 +11,7 @@ from torch import nn
 
 from hf_osdp.distributed import restart
 from hf_osdp.modeling.units import find_units
-from hf_osdp.planner.plan import Plan, UnitDecision
+from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import search
@@ -27,38 +24,25 @@ from tests.helpers.no_memory import Fails, fail
 
 TORCHS = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.15 GiB of which 13.75 MiB is"
-    " free. Including"
-    " non-PyTorch memory, this process has 79.13 GiB memory in use. Of the allocated memory 1.50 GiB is allocated by"
-    " PyTorch, and"
-    " 120.00 MiB is reserved"
+    " free. Of the allocated memory 1.50 GiB is allocated by PyTorch, and 120.00 MiB is reserved"
 )
+NCCL = "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO for details)\nLast error:\n"
 DEVICE = {
     "cublas": (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    "runtime": (
-        RuntimeError,
-        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
-    ),
+    "runtime": (RuntimeError, "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
     "accelerator": (torch.AcceleratorError, "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"),
-    "nccl calloc": (
-        dist.DistBackendError,
-        "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version"
-        " 2.28.9\n"
-        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA calloc 10485760 bytes",
-    ),
-    "nccl": (dist.DistBackendError, "NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"),
+    "nccl calloc": (dist.DistBackendError, f"{NCCL}Failed to CUDA calloc 10485760 bytes"),
+    "nccl": (dist.DistBackendError, f"{NCCL}Cuda failure 2 'out of memory'"),
     "cudnn": (RuntimeError, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     "data parallel": (
         RuntimeError,
-        "Caught OutOfMemoryError in replica 0 on device 0.\nOriginal Traceback: CUDA out of memory. Tried to",
+        "Caught OutOfMemoryError in replica 0 on device 0.\nOriginal: CUDA out of memory",
     ),
     "allocator": (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 20.00 MiB."),
 }
+HOST_SAYS = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4194304 bytes. Error code 12"
 HOST = {
-    "cpu allocator": (
-        RuntimeError,
-        "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
-        " allocate 4194304 bytes. Error code 12 (Cannot allocate memory)",
-    ),
+    "cpu allocator": (RuntimeError, f"[enforce fail at alloc_cpu.cpp:119] err == 0. {HOST_SAYS}"),
     "python": (MemoryError, "Unable to allocate 2.00 GiB for an array"),
 }
 OTHERS = (
@@ -70,18 +54,22 @@ OTHERS = (
 
 
 @pytest.mark.parametrize(("free", "expected"), [(4 * 2**20, True), (2**30, False)])
-def test_internal_error_of_cudnn_is_out_of_memory_on_a_full_device(monkeypatch, free, expected):
+def test_cudnn_internal_error_on_full_device_is_out_of_memory(monkeypatch, free, expected):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * 2**30))
     assert is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR")) is expected
 
 
+def handler_of(plan: Plan, problem: PlanningProblem | None, on_oom: str = "raise", device: str = "cpu"):
+    device = torch.device(device)
+    return OutOfMemoryHandler(nn.Linear(1, 1), plan, (), problem=problem, on_oom=on_oom, device=device)
+
+
 @pytest.fixture(scope="module")
 def problem() -> PlanningProblem:
     hardware = preset("cpu", devices_per_node=4)
-    loose = PlanningProblem(
-        description=transformer(), hardware=hardware, job=TrainingJob(global_batch_size=8), memory_limit_bytes=2**33
-    )
+    sizes = {"job": TrainingJob(global_batch_size=8), "memory_limit_bytes": 2**33}
+    loose = PlanningProblem(description=transformer(), hardware=hardware, **sizes)
     return replace(loose, memory_limit_bytes=search(loose).plan.peak_bytes)
 
 
@@ -95,9 +83,7 @@ def handled(problem, plan):
     """A function from an error to its text after it was handled."""
 
     def handle(error: BaseException, on_oom: str = "raise", device: str = "cpu") -> str:
-        handler = OutOfMemoryHandler(
-            nn.Linear(1, 1), plan, (), problem=problem, on_oom=on_oom, device=torch.device(device)
-        )
+        handler = handler_of(plan, problem, on_oom, device)
         handler.handle(error)
         handler.handle(error)  # it is explained once
         return str(error)
@@ -110,15 +96,11 @@ def test_every_kind_is_known_and_explained_in_the_same_error(kind, problem, plan
     error_type, text = {**DEVICE, **HOST}[kind]
     error = error_type(text)
     assert is_out_of_memory(error) and is_of_host(error) == (kind in HOST)
-    handler = OutOfMemoryHandler(
-        nn.Linear(1, 1), plan, (), problem=problem, on_oom="raise", device=torch.device("cpu")
-    )
-    with pytest.raises(error_type) as caught, handler.explained():
+    with pytest.raises(error_type) as caught, handler_of(plan, problem).explained():
         raise error
     said = str(error)
-    assert (
-        caught.value is error and said.startswith("Out of memory on ") and "memory_limit=" in said and "\n" not in said
-    )
+    assert caught.value is error and said.startswith("Out of memory on ") and "memory_limit=" in said
+    assert "\n" not in said
     assert ("4.0 MiB were requested" in said) == (kind == "cpu allocator")
 
 
@@ -136,73 +118,45 @@ def test_code_of_an_accelerator_error_counts():
 
 
 @pytest.mark.parametrize("over", [0, 0.08, 0.2])
-def test_safer_limit_is_lower_by_what_was_needed_above_the_estimate(problem, plan, over):
+def test_safer_limit_is_lower_by_excess_over_estimate(problem, plan, over):
     limit = problem.memory_limit_bytes
     safer = safer_limit(problem, plan, int(plan.peak_bytes + over * limit))
-    assert (
-        safer == pytest.approx(min(limit * (1 - max(over, 0.05)), plan.peak_bytes * 0.95), abs=2)
-        and safer < plan.peak_bytes
-    )
-
-
-def test_safer_limit_is_below_the_plan_where_the_limit_does_not_bind(problem, plan):
-    """A device that others use too: the plan is far below the limit, and there was no room all the same."""
-    loose = replace(problem, memory_limit_bytes=4 * plan.peak_bytes)
+    assert safer == pytest.approx(min(limit * (1 - max(over, 0.05)), plan.peak_bytes * 0.95), abs=2)
+    assert safer < plan.peak_bytes
+    loose = replace(problem, memory_limit_bytes=4 * plan.peak_bytes)  # others use the device too
     assert safer_limit(loose, plan, None) == int(0.95 * plan.peak_bytes)
 
 
-def test_explained_error_has_estimate_and_measurement(problem, plan, handled):
+def test_explained_error_has_estimate_and_blames_no_small_plan(problem, plan, handled):
     said = handled(torch.OutOfMemoryError(TORCHS))
     assert "\n" not in said and said.endswith(f"({TORCHS})")
     assert "1.5 GiB were allocated and 20.0 MiB more requested." in said
-    assert (
-        f"was estimated to need {format_bytes(plan.peak_bytes)} of a limit of"
-        f" {format_bytes(problem.memory_limit_bytes)}, " in said
-    )
-    assert re.search(r"No plan needs as little as 1 B; use ", said), "a gibibyte is far above the estimate"
+    limit = format_bytes(problem.memory_limit_bytes)
+    assert f"was estimated to need {format_bytes(plan.peak_bytes)} of a limit of {limit}, " in said
+    assert "No plan needs as little as 1 B; use " in said, "a gibibyte is far above the estimate"
     assert "a memory limit of" not in said, "the limit was lowered here, not by the user"
-
-
-def test_full_device_is_not_blamed_on_a_plan_far_below_the_limit(problem, plan):
     loose = replace(problem, memory_limit_bytes=4 * plan.peak_bytes)
-    handler = OutOfMemoryHandler(nn.Linear(1, 1), plan, (), problem=loose, on_oom="raise", device=torch.device("cpu"))
-    handler.handle(error := RuntimeError("CUDA out of memory."))
+    handler_of(plan, loose).handle(error := RuntimeError("CUDA out of memory."))
     said = str(error)
     assert "leaves more than half of its limit of" in said and "smaller per_device_train_batch_size" in said
     assert "memory_limit=" not in said and "No plan" not in said
 
 
 def test_explained_error_names_the_next_plan_with_limit_and_cost(problem, plan, handled):
-    said = handled(
-        torch.OutOfMemoryError(
-            f"Tried to allocate 512 bytes. Of the allocated memory {plan.peak_bytes} bytes is allocated by PyTorch"
-        )
-    )
+    allocated = f"Of the allocated memory {plan.peak_bytes} bytes is allocated by PyTorch"
+    said = handled(torch.OutOfMemoryError(f"Tried to allocate 512 bytes. {allocated}"))
     limit = safer_limit(problem, plan, plan.peak_bytes + 512)
     safer = search(replace(problem, memory_limit_bytes=limit)).plan
     assert safer.fingerprint != plan.fingerprint and safer.step_s >= plan.step_s
-    assert (
-        f"The next plan, for memory_limit={limit}, needs {format_bytes(safer.peak_bytes)} and"
-        f" {format_seconds(safer.step_s)} a step" in said
-    )
+    needs = f"{format_bytes(safer.peak_bytes)} and {format_seconds(safer.step_s)} a step"
+    assert f"The next plan, for memory_limit={limit}, needs {needs}" in said
     assert ('With on_oom="replan" the run continues with it.' in said) == (restart.reason_not_to_restart() is None)
 
 
-def test_explained_error_of_a_given_plan_without_figures():
-    unit = UnitDecision(fqn="", shard_size=1, reshard_after_forward=False)
-    given = Plan(
-        world_size=1, strategy="osdp", units=(unit,), micro_batch_size=1, accumulation_steps=1, model_fingerprint="abc"
-    )
-    error = torch.OutOfMemoryError("out of memory")
-    OutOfMemoryHandler(nn.Linear(1, 1), given, (), problem=None, on_oom="raise", device=torch.device("cpu")).handle(
-        error
-    )
-    assert "the allocated bytes are not known. The plan was given; plan again under a lower memory_limit." in str(
-        error
-    )
-
-
-def test_error_that_cannot_be_explained_stays_as_it_is(handled, monkeypatch):
+def test_explained_errors_without_figures_or_explanation(plan, handled, monkeypatch):
+    handler_of(plan, None).handle(error := torch.OutOfMemoryError("out of memory"))
+    said = "the allocated bytes are not known. The plan was given; plan again under a lower memory_limit."
+    assert said in str(error)
     monkeypatch.setattr(OutOfMemoryHandler, "explain", lambda self, error: 1 / 0)
     assert handled(torch.OutOfMemoryError("as it was")) == "as it was"
 
@@ -219,7 +173,7 @@ def test_replan_restarts_by_the_safer_limit_or_says_why_not(problem, plan, handl
     assert "cannot restart: no restarts left." in handled(error_type(text), "replan") and len(limits) == 1
 
 
-def test_memory_of_the_host_is_no_reason_for_a_plan_of_less_device_memory(handled, monkeypatch):
+def test_host_memory_is_no_reason_for_less_device_memory(handled, monkeypatch):
     monkeypatch.setattr(restart, "note_limit", lambda *_: pytest.fail("it would start again"))
     said = handled(MemoryError("no"), "replan", "cuda")
     assert said.startswith("Out of host memory on ") and "there is no other plan" in said

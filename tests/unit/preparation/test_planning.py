@@ -43,14 +43,9 @@ def model() -> GPT2LMHeadModel:
 
 
 def planned(model: nn.Module, *, known: Mapping[str, object] = {}, **options: object) -> PlannedRun:
-    """Plan whole blocks for the preset's hardware, where neither a profile nor a plan is given."""
     defaults = {"compare": False, "sequence_length": 16, "global_batch_size": 8}
     if "plan" not in options:
-        defaults |= (
-            {"operator_splitting": False}
-            if "profile" in options
-            else {"operator_splitting": False, "hardware": HARDWARE}
-        )
+        defaults |= {"operator_splitting": False} | ({} if "profile" in options else {"hardware": HARDWARE})
     return plan_run(model, run_job(OSDPConfig(**{**defaults, **options}), **known))
 
 
@@ -68,61 +63,41 @@ def test_plan_run_searches_and_compares(model):
     assert run.problem.memory_limit_bytes == HARDWARE.device.memory_bytes and run.comparison is None
 
 
-def test_margin_stays_free_of_the_plan_and_no_plan_below_the_least_peak(model, given):
+def test_margin_and_reserved_bytes_stay_free_once(model, given):
     with pytest.raises(InfeasibleError) as caught:
-        planned(model, memory_limit="10KiB", operator_splitting=True)
+        planned(model, memory_limit="10KiB")
     assert caught.value.least_peak_bytes > 10 * 2**10
     limit = given.peak_bytes
     assert planned(model, memory_limit=limit, memory_margin=0.0).plan.peak_bytes == limit
     assert planned(model, memory_limit=limit, memory_margin=0.1).plan.peak_bytes <= 0.9 * limit
-
-
-def test_reserved_bytes_count_once(model, given):
-    """The search takes it off the limit; the limit that it is given is whole."""
     device = replace(HARDWARE.device, memory_bytes=given.peak_bytes + 1000, reserved_bytes=1000)
     run = planned(model, hardware=replace(HARDWARE, device=device))
     assert run.problem.memory_limit_bytes == given.peak_bytes + 1000
     assert run.plan.units == given.units
 
 
-def test_given_plan_runs_as_it_is(model, given, tmp_path):
+def test_given_plan_runs_as_it_is_or_is_refused(model, given, tmp_path):
     given.save(tmp_path / "plan.json")
     run = planned(model, plan=tmp_path / "plan.json")
     assert run.plan == given
     assert run.hardware is None and run.problem is None and run.search is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "options", "part"),
-    [
-        ({}, {"micro_batch_size": 1}, "samples at once, but batches hold 1"),
-    ],
-)
-def test_given_plan_for_another_run_is_refused(model, given, changes, options, part):
-    with pytest.raises(PlanError, match=part) as caught:
-        planned(model, plan=given, known=changes, **options)
+    with pytest.raises(PlanError, match="samples at once, but batches hold 1") as caught:
+        planned(model, plan=given, micro_batch_size=1)
     assert "\n" not in str(caught.value)
+
+
+TWO = Profile(hardware=preset("cpu", devices_per_node=2))
 
 
 @pytest.mark.parametrize(
     ("changes", "options", "error", "part"),
     [
-        (
-            {},
-            {"hardware": "cpu", "memory_limit": "900TiB"},
-            ValueError,
-            r"'900TiB' is more than the .* of .*use at most \d+MiB",
-        ),
+        ({}, {"hardware": "cpu", "memory_limit": "900TiB"}, ValueError, r"'900TiB' is more than .*use at most \d+MiB"),
         ({}, {"memory_limit": "900TiB"}, ValueError, "memory_limit='900TiB' is more than the"),
         ({"precision": FP16}, {}, ValueError, "use bf16"),
         ({"precision": BF16}, {"recalibrate": True}, ValueError, "cannot try bfloat16"),
         ({"device_type": "cuda"}, {"host_offload": True}, HardwareError, "is not known; leave hardware out"),
-        (
-            {},
-            {"profile": Profile(hardware=preset("cpu", devices_per_node=2))},
-            ValueError,
-            "has 2 devices, but 1 processes",
-        ),
+        ({}, {"profile": TWO}, ValueError, "has 2 devices, but 1 processes"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(model, changes, options, error, part):
@@ -131,24 +106,20 @@ def test_what_cannot_run_is_refused_in_one_line(model, changes, options, error, 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "read", [lambda profile, path: profile, lambda profile, path: path, lambda profile, path: str(path)]
-)
-def test_profile_is_the_hardware(model, tmp_path, read):
+def test_profile_is_the_hardware(model, tmp_path):
     profile = Profile(hardware=replace(HARDWARE, device=replace(HARDWARE.device, name="profiled")))
-    profile.save(tmp_path / "profile.json")
-    assert planned(model, profile=read(profile, tmp_path / "profile.json")).hardware.device.name == "profiled"
+    path = tmp_path / "profile.json"
+    profile.save(path)
+    for given in (profile, path, str(path)):
+        assert planned(model, profile=given).hardware.device.name == "profiled"
 
 
 def test_activation_checkpointing_is_seen_by_the_planner(model):
-    peaks = [
-        planned(model, known={"activation_checkpointing": on}, micro_batch_size=8).plan.peak_bytes
-        for on in (False, True)
-    ]
-    assert peaks[1] < peaks[0]
+    runs = [planned(model, known={"activation_checkpointing": on}, micro_batch_size=8) for on in (False, True)]
+    assert runs[1].plan.peak_bytes < runs[0].plan.peak_bytes
 
 
-def test_recalibrate_in_one_process_tries_the_plan_and_leaves_the_weights(model):
+def test_recalibrate_in_one_process_tries_plan_and_leaves_weights(model):
     before = [parameter.clone() for parameter in model.parameters()]
     run = planned(model, recalibrate=True)
     assert [past.plan.fingerprint for past in run.rounds if past.fits] and run.meshes is None
@@ -158,8 +129,6 @@ def test_recalibrate_in_one_process_tries_the_plan_and_leaves_the_weights(model)
 
 
 class Scores(nn.Module):
-    """A model of one's own, whose batch nobody else knows."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
@@ -181,21 +150,15 @@ def test_inputs_of_the_user_are_planned_and_tried_with(recalibrate):
 
 
 @pytest.mark.parametrize(
-    ("inputs", "line"),
+    ("batch", "line"),
     [
-        (
-            lambda samples: [samples],
-            r"inputs\(1\) returned a list; it must return a mapping of forward's keyword arguments",
-        ),
-        (
-            lambda samples: {"input_ids": samples},
-            r"inputs\(1\) has 'input_ids', which Scores.forward does not take; .* features, wanted",
-        ),
+        ([1], r"inputs\(1\) returned a list; it must return a mapping of forward's keyword arguments"),
+        ({"input_ids": 1}, r"inputs\(1\) has 'input_ids', which Scores.forward does not take; .* features, wanted"),
     ],
 )
-def test_inputs_that_make_no_batch_are_refused(inputs, line):
+def test_inputs_that_make_no_batch_are_refused(batch, line):
     with pytest.raises(ValueError, match=line):
-        planned(Scores(), inputs=inputs)
+        planned(Scores(), inputs=lambda samples: batch)
 
 
 def test_compiled_blocks_are_described_where_the_plan_runs(model):

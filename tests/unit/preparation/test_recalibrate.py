@@ -31,18 +31,15 @@ LIMIT = PROBLEM.memory_limit_bytes - RESERVED
 def needs(plan: Plan, *, more_bytes: int = 0, slower: float = 1.0) -> Observation:
     """What a machine would show that needs more than the first estimate says."""
     estimate = estimate_plan(plan, PROBLEM.description, PROBLEM.job, HARDWARE)
-    return Observation(
-        steps=6, median_step_s=slower * estimate.time.step_s, peak_bytes=estimate.memory.peak_bytes + more_bytes
-    )
+    peak_bytes = estimate.memory.peak_bytes + more_bytes
+    return Observation(steps=6, median_step_s=slower * estimate.time.step_s, peak_bytes=peak_bytes)
 
 
+RATES = {Collective.ALL_REDUCE: 1e-12, Collective.ALL_GATHER: 1e-6, Collective.REDUCE_SCATTER: 1e-6}
 SLOW_SHARDS = tuple(
     CollectiveTiming(collective=kind, group_size=4, latency_s=0.0, seconds_per_byte=rate)
-    for kind, rate in [
-        (Collective.ALL_REDUCE, 1e-12), (Collective.ALL_GATHER, 1e-6), (Collective.REDUCE_SCATTER, 1e-6)
-    ]
-)  # fmt: skip
-"""Gathers and reduce-scatters that take long."""
+    for kind, rate in RATES.items()
+)
 OUT_OF_MEMORY = Observation(steps=0, median_step_s=None, peak_bytes=None, out_of_memory=True)
 
 
@@ -59,7 +56,7 @@ def test_recalibrate_tries_one_plan_where_estimates_hold():
     assert problem.job.correction_bytes == 0
 
 
-def test_recalibrate_replaces_a_plan_above_the_limit_by_one_that_fits():
+def test_recalibrate_replaces_plan_above_limit_or_out_of_memory():
     more = LIMIT - needs(FIRST).peak_bytes + 1
     plan, rounds, problem = run(lambda tried: needs(tried, more_bytes=more))
     assert [past.fits for past in rounds] == [False, True]
@@ -68,9 +65,6 @@ def test_recalibrate_replaces_a_plan_above_the_limit_by_one_that_fits():
     assert rounds[1].estimated_peak_bytes == rounds[1].observed.peak_bytes, "the correction was right for all plans"
     assert problem.job.correction_bytes == more
     assert plan.peak_bytes == rounds[1].observed.peak_bytes + RESERVED
-
-
-def test_recalibrate_takes_a_plan_that_ran_out_of_memory_to_be_above_the_limit():
     plan, rounds, _ = run(lambda tried: OUT_OF_MEMORY if tried.fingerprint == FIRST.fingerprint else needs(tried))
     assert not rounds[0].fits and rounds[0].correction.compute_factor == 1 and plan.fingerprint != FIRST.fingerprint
     assert any(past.plan.fingerprint == plan.fingerprint and past.fits for past in rounds)
@@ -79,9 +73,8 @@ def test_recalibrate_takes_a_plan_that_ran_out_of_memory_to_be_above_the_limit()
 def test_recalibrate_changes_the_plan_by_observed_times():
     """Where gathers and reduce-scatters take long and all-reduces do not, what fits is replicated."""
     assert all(unit.shard_size > 1 for unit in FIRST.units)
-    _, rounds, problem = run(
-        lambda tried: replace(needs(tried, slower=1.0 if tried != FIRST else 50.0), timings=SLOW_SHARDS)
-    )
+    slow = replace(needs(FIRST, slower=50.0), timings=SLOW_SHARDS)
+    _, rounds, problem = run(lambda tried: slow if tried == FIRST else replace(needs(tried), timings=SLOW_SHARDS))
     assert problem.hardware.timing(Collective.ALL_REDUCE, 4) == SLOW_SHARDS[0]
     assert any(unit.shard_size == 1 for unit in rounds[1].plan.units)
 
@@ -114,21 +107,13 @@ def test_recalibrated_plan_states_what_the_corrected_estimates_prove():
     assert FIRST.proven_optimal and not plan.proven_optimal and plan.gap is None
 
 
-def test_recalibrate_raises_infeasible_with_figures_where_no_plan_fits():
+def test_recalibrate_raises_infeasible_where_no_tried_plan_fits():
     with pytest.raises(InfeasibleError, match=r"fits 4.0 MiB per device: plan \w+ needed .* estimated") as caught:
         run(lambda tried: Observation(steps=6, median_step_s=0.1, peak_bytes=LIMIT + 2**20))
     assert caught.value.least_peak_bytes == LIMIT + 2**20 + RESERVED
     with pytest.raises(InfeasibleError, match="needed more memory than is available"):
         run(lambda tried: OUT_OF_MEMORY)
-
-
-def test_recalibrate_raises_infeasible_after_most_rounds():
-    tried: list[str] = []
-
-    def probe(plan: Plan) -> Observation:
-        tried.append(plan.fingerprint)
-        return replace(needs(plan), peak_bytes=LIMIT + 1)
-
+    tried: list[Plan] = []
     with pytest.raises(InfeasibleError, match="No plan that was tried fits"):
-        run(probe)
-    assert len(set(tried)) == MOST_ROUNDS
+        run(lambda plan: tried.append(plan) or replace(needs(plan), peak_bytes=LIMIT + 1))
+    assert len({plan.fingerprint for plan in tried}) == MOST_ROUNDS

@@ -1,6 +1,4 @@
-"""A run times the blocks of its model: in its description, kept on disk, within the limit, and without a trace in the
-training.
-"""
+"""A run times the blocks of its model: within the limit, kept on disk, and without a trace in the training."""
 
 from __future__ import annotations
 
@@ -30,9 +28,13 @@ from tests.helpers.problems import run_job
 CPU = torch.device("cpu")
 
 
+def config(layers: int) -> GPT2Config:
+    return GPT2Config(n_layer=layers, n_head=2, n_embd=16, vocab_size=61, n_positions=16)
+
+
 @pytest.fixture(scope="module")
 def model() -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(GPT2Config(n_layer=5, n_head=2, n_embd=16, vocab_size=61, n_positions=16))
+    return GPT2LMHeadModel(config(5))
 
 
 @pytest.fixture
@@ -56,7 +58,7 @@ def planned(model: nn.Module, *, known: Mapping[str, object] = {}, **options: ob
     return plan_run(model, run_job(OSDPConfig(**{**defaults, **options}), **known))
 
 
-def test_a_run_has_measured_times_and_the_second_start_reads_them(model, timings):
+def test_run_measures_times_and_the_second_start_reads_them(model, timings):
     first = planned(model).inputs.description
     assert timings[0].micro_batch_sizes == (1, 4, 8)
     phases = [phase for segment in first.segments for phase in (segment.forward, segment.backward)]
@@ -70,20 +72,22 @@ def test_a_run_has_measured_times_and_the_second_start_reads_them(model, timings
 
 
 @pytest.mark.parametrize("option", [{"time_blocks": False}, {"hardware": preset("cpu", devices_per_node=1)}])
-def test_blocks_are_estimated_if_the_option_is_off_or_the_hardware_given(model, timings, option):
+def test_blocks_are_estimated_without_option_or_with_given_hardware(model, timings, option):
     description = planned(model, **option).inputs.description
     assert not timings and description.timing == "estimated"
     assert all(segment.forward.seconds is None for segment in description.segments)
 
 
-def test_compiled_blocks_are_timed_eager(model, timings):
-    """To compile them takes longer than planning may; their own times follow from eager ones."""
+def test_compiled_blocks_are_timed_eager_and_failing_ones_estimated(model, timings):
     with torch.compiler.set_stance("force_eager"):  # no code is generated for their description
         planned(model, compile=True)
     assert [timed.compile for timed in timings] == [False]
+    model = Failing(config(2))
+    timing = planned(model).inputs.description.timing
+    assert timing == "estimated. A copy of the model does not run: RuntimeError: no such kernel."
 
 
-def test_blocks_are_estimated_under_a_limit_that_a_few_of_them_exceed(model, timings, monkeypatch):
+def test_blocks_are_estimated_where_few_exceed_the_limit(model, timings, monkeypatch):
     description = describe(model, sequence_length=16)
     with pytest.raises(ProfileError, match=r"3 blocks need .* of 90\.0 KiB with one sample"):
         _sizes(description, preset("cpu"), 8, 90 * 2**10)
@@ -100,15 +104,13 @@ def test_a_split_model_has_times_in_proportion(model):
     segments = measure_block_times(timed, device=CPU, seconds=0.01, description=whole)
     times = BlockTimes.of(segments, whole, preset("cpu"), "measured")
     assert len(split.segments) > len(whole.segments)
-    plain_s, split_s = (
-        sum(one.forward.seconds(8) + one.backward.seconds(8) for one in times.on(description).segments)
-        for description in (whole, split)
-    )
+    timed = [times.on(description).segments for description in (whole, split)]
+    plain_s, split_s = (sum(one.forward.seconds(8) + one.backward.seconds(8) for one in of) for of in timed)
     assert split_s == pytest.approx(plain_s, rel=0.2)
 
 
 class WithState(GPT2LMHeadModel):
-    """Has running statistics, draws random numbers of all kinds, and a forward that was replaced on the instance."""
+    """Has running statistics, draws random numbers of all kinds, and has a forward replaced on the instance."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__(config)
@@ -122,7 +124,7 @@ class WithState(GPT2LMHeadModel):
 
 
 def test_timing_changes_neither_generators_nor_gradients_nor_buffers():
-    model = WithState(GPT2Config(n_layer=4, n_head=2, n_embd=16, vocab_size=61, n_positions=16))
+    model = WithState(config(4))
     state = {name: value.clone() for name, value in model.state_dict().items()}
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     timed = TimedModel(model_or_config=model, sequence_length=16, micro_batch_sizes=(1, 2))
@@ -139,12 +141,6 @@ class Failing(GPT2LMHeadModel):
         if not isinstance(self.lm_head.weight, FakeTensor):
             raise RuntimeError("no such kernel")
         return output
-
-
-def test_a_model_that_cannot_run_alone_is_estimated(timings):
-    model = Failing(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=61, n_positions=16))
-    timing = planned(model).inputs.description.timing
-    assert timing == "estimated. A copy of the model does not run: RuntimeError: no such kernel."
 
 
 def test_autocast_and_the_loops_own_loss_are_timed(model, timings):

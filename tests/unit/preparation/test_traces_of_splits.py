@@ -26,7 +26,7 @@ from hf_osdp.tracing.describe import describe
 from tests.helpers.problems import run_job
 from tests.helpers.sampling import slow_but
 
-SIZES = {"n_layer": 3, "n_head": 2, "n_embd": 32, "vocab_size": 512, "n_positions": 32}
+SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 32, "vocab_size": 512, "n_positions": 32}
 MODELS = {
     "tied head": lambda: GPT2LMHeadModel(GPT2Config(**SIZES)),
     "rotary positions": lambda: LlamaForCausalLM(
@@ -54,7 +54,7 @@ def job(config: OSDPConfig) -> Job:
 
 
 @pytest.mark.parametrize("name", slow_but(MODELS, daily=("tied head",)))
-def test_split_of_the_head_is_described_as_by_traces_of_its_own(name, runs):
+def test_split_of_head_is_described_as_by_own_traces(name, runs):
     model = MODELS[name]()
     describer = Describer(model, job(OSDPConfig(sequence_length=16, global_batch_size=8)))
     whole = describer.describe()
@@ -68,34 +68,30 @@ def test_split_of_the_head_is_described_as_by_traces_of_its_own(name, runs):
         assert shared == describe(model, sequence_length=16, split=split) and shared.recomputable
 
 
-def test_what_the_end_of_the_step_holds_for_recomputed_blocks_is_shared(runs):
+def test_bytes_held_at_step_end_are_shared_by_splits(runs):
     """In bfloat16 this model frees the last block's output after the loss."""
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
     text = {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2}
     text |= {"vocab_size": 120, "pad_token_id": 0}
     sight = {"image_size": 32, "patch_size": 8, "vision_output_dim": 32, "projector_input_dim": 32}
-    config = Llama4Config(
-        text_config={**sizes, **text},
-        vision_config={**sizes, **sight, "projector_output_dim": 32},
-        image_token_index=9,
-    )
+    sight |= {**sizes, "projector_output_dim": 32}
+    config = Llama4Config(text_config={**sizes, **text}, vision_config=sight, image_token_index=9)
     model = Llama4ForConditionalGeneration._from_config(config)
     precision = Precision.named("bf16")
-    describer = Describer(
-        model, replace(job(OSDPConfig(sequence_length=32, global_batch_size=8)), precision=precision)
-    )
+    asked = job(OSDPConfig(sequence_length=16, global_batch_size=8))
+    describer = Describer(model, replace(asked, precision=precision))
     whole = describer.describe()
     assert whole.segments[-1].held_bytes.bytes(1) > 0
     runs.clear()
     shared, split = describer.describe(ModelSplit(loss_chunks=8)), ModelSplit(loss_chunks=8)
     assert len(runs) == 1
-    assert shared == describe(model, sequence_length=32, split=split, compute_dtype=precision.compute)
+    assert shared == describe(model, sequence_length=16, split=split, compute_dtype=precision.compute)
 
 
-def test_plan_of_the_demo_takes_few_traces(runs):
-    sizes = {"n_layer": 6, "n_head": 6, "n_embd": 192, "vocab_size": 2048, "n_positions": 128}
+def test_plan_with_splits_takes_few_traces(runs):
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 2048, "n_positions": 32}
     model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
-    config = OSDPConfig(sequence_length=128, global_batch_size=8, memory_limit="65MiB")
+    config = OSDPConfig(sequence_length=32, global_batch_size=8, memory_limit="5MiB")
     plan = find_plan(model, job(config), hardware=preset("cpu", devices_per_node=2)).plan
     assert not plan.split.is_none and plan.proven_optimal
     assert len(runs) <= 12 and sum(runs) <= 31  # 22 and 51 if no split shared a trace

@@ -51,9 +51,9 @@ def test_stream_times_add_up_to_the_step(hardware, times, every):
     collectives = [streams.pop(name) for name in ("all-gather", "reduce-scatter", "all-reduce")]
     assert sum(s.total_s for s in collectives) == pytest.approx(time.total("communication_s"))
     assert sum(s.exposed_s for s in collectives) == pytest.approx(time.total("exposed_s"))
-    assert {name: s.exposed_s for name, s in streams.items()} == pytest.approx(
-        {"compute": time.total("compute_s"), "copies": time.total("copy_s"), "optimizer": time.total("optimizer_s")}
-    )
+    others = {"compute": "compute_s", "copies": "copy_s", "optimizer": "optimizer_s"}
+    expected = {name: time.total(term) for name, term in others.items()}
+    assert {name: s.exposed_s for name, s in streams.items()} == pytest.approx(expected)
     assert all(0 <= s.exposed_s <= s.total_s * (1 + 1e-9) for s in collectives)
 
 
@@ -70,9 +70,9 @@ def test_reasons_cost_what_the_changed_plan_costs(reserved, margin):
     assert any(r.faster for r in explanation.reasons) and any(r.next_fitting for r in explanation.reasons)
     for reason in explanation.reasons:
         for other in filter(None, (reason.faster, reason.next_fitting)):
-            chosen = (
-                UnitDecision.of(u.fqn, other.choice) if i in reason.row.units else u for i, u in enumerate(plan.units)
-            )
+            chosen = list(plan.units)
+            for i in reason.row.units:
+                chosen[i] = UnitDecision.of(chosen[i].fqn, other.choice)
             after = estimate_plan(replace(plan, units=tuple(chosen)), MODEL, JOB, hardware)
             assert other.added_s == pytest.approx(after.time.step_s - before, abs=1e-12)
             assert other.peak_bytes == after.memory.peak_bytes + reserved == other.over_bytes + room
@@ -82,11 +82,6 @@ def test_reasons_cost_what_the_changed_plan_costs(reserved, margin):
             assert reason.next_fitting.added_s >= 0 >= reason.next_fitting.over_bytes
 
 
-def test_reasons_are_none_on_one_device():
-    alone, job = bare_preset("titan-rtx"), TrainingJob(global_batch_size=4)
-    assert not any(r.faster or r.next_fitting for r in explained(best(alone, job, 2**32), alone, job).reasons)
-
-
 ALONE, ALONE_JOB = bare_preset("h100"), TrainingJob(global_batch_size=2**14)
 ONE_SAMPLE = replace(JOB, micro_batch_size=1)
 BINDING = {
@@ -94,12 +89,9 @@ BINDING = {
     BottleneckKind.BATCH: (best, HARDWARE, JOB, lambda: best(job=replace(JOB, global_batch_size=128))),
     BottleneckKind.MICRO_BATCH: (lambda: best(job=ONE_SAMPLE), HARDWARE, ONE_SAMPLE, best),
     BottleneckKind.NOTHING: (
-        lambda: best(ALONE, ALONE_JOB, 2**50),
-        ALONE,
-        ALONE_JOB,
-        lambda: best(ALONE, ALONE_JOB, 2**50),
+        lambda: best(ALONE, ALONE_JOB, 2**50), ALONE, ALONE_JOB, lambda: best(ALONE, ALONE_JOB, 2**50),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", BottleneckKind)
@@ -109,9 +101,8 @@ def test_binding_is_what_gains_most_where_it_is_loosened(kind):
     bottleneck = explained(plan, hardware, job).bottleneck
     assert bottleneck.kind is kind and bottleneck.gain == pytest.approx(free.samples_per_s / plan.samples_per_s)
     assert bottleneck.peak_bytes == (free.peak_bytes if kind is BottleneckKind.MEMORY else None)
-    assert bottleneck.batch_size == {BottleneckKind.BATCH: 128, BottleneckKind.MICRO_BATCH: free.micro_batch_size}.get(
-        kind
-    )
+    batches = {BottleneckKind.BATCH: 128, BottleneckKind.MICRO_BATCH: free.micro_batch_size}
+    assert bottleneck.batch_size == batches.get(kind)
 
 
 def test_explain_without_hardware_gives_bytes_alone():
@@ -119,9 +110,11 @@ def test_explain_without_hardware_gives_bytes_alone():
     assert explanation.estimate.memory == estimate_plan(MIXED, MODEL, JOB).memory
     assert explanation.streams == () and explanation.reasons == () and explanation.bottleneck is None
     assert len(explanation_tables(explanation)) == 3
+    alone, job = bare_preset("titan-rtx"), TrainingJob(global_batch_size=4)
+    assert not any(r.faster or r.next_fitting for r in explained(best(alone, job, 2**32), alone, job).reasons)
 
 
-def test_explanation_tables_have_kinds_streams_and_alternatives():
+def test_tables_and_content_hold_the_explanation_in_full():
     text, peak = "\n".join(rendered(peak_table(EXPLANATION))), EXPLANATION.estimate.memory.peak
     for name in peak.breakdown.__slots__:
         assert (name.replace("_", " ") in text) == (getattr(peak.breakdown, name) > 0)
@@ -135,9 +128,6 @@ def test_explanation_tables_have_kinds_streams_and_alternatives():
             assert f"{format_seconds(other.added_s)}, {format_bytes(other.over_bytes)} over the limit" in flat
         if other := reason.next_fitting:
             assert f"{format_seconds(other.added_s)}, peak {format_bytes(other.peak_bytes)}" in flat
-
-
-def test_explanation_content_holds_the_explanation_in_full():
     content = explanation_content(EXPLANATION)
     assert content["peak"]["total_bytes"] == MIXED.peak_bytes and content["step_s"] == MIXED.step_s
     assert [fqn for row in content["rows"] for fqn in row["units"]] == [unit.fqn for unit in MODEL.units]

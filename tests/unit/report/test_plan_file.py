@@ -31,13 +31,10 @@ INPUTS = PlanInputs(description=MODEL, job=JOB, hardware=HARDWARE)
 
 
 def report(*, hardware=HARDWARE, compared: bool = False) -> dict:
-    return report_content(
-        PLAN,
-        replace(INPUTS, hardware=hardware),
-        estimate_plan(PLAN, MODEL, JOB, hardware),
-        planning_s=0.125,
-        comparison=list(compare_strategies(problem(MODEL, HARDWARE, JOB, LIMIT))) if compared else None,
-    )
+    estimate = estimate_plan(PLAN, MODEL, JOB, hardware)
+    comparison = list(compare_strategies(problem(MODEL, HARDWARE, JOB, LIMIT))) if compared else None
+    inputs = replace(INPUTS, hardware=hardware)
+    return report_content(PLAN, inputs, estimate, planning_s=0.125, comparison=comparison)
 
 
 @pytest.mark.parametrize("hardware", [HARDWARE, None], ids=["hardware", "none"])
@@ -54,31 +51,20 @@ def test_plan_and_inputs_are_read_back_equal(tmp_path, hardware):
     assert read_plan_file(tmp_path / "bare.json") == (PLAN, None)
 
 
-def test_report_gives_the_estimate_in_parts():
+def test_report_gives_estimate_and_strategies_in_parts():
     content = report()
     estimated, terms = content["estimated"], content["estimated"]["step_breakdown"]
-    assert (
-        content["plan"]["peak_bytes"] == estimated["peak_bytes"] == sum(estimated["peak_breakdown"].values()) <= LIMIT
-    )
-    assert terms["compute_s"] + terms["exposed_s"] + terms["copy_s"] + terms["optimizer_s"] == pytest.approx(
-        estimated["step_s"]
-    )
-    assert content["hardware"]["source"] == HARDWARE.device.source
-    assert content["hardware"]["collectives"] == [
-        {
-            "collective": "all_reduce",
-            "group_size": 4,
-            "latency_s": 1e-3,
-            "seconds_per_byte": 1e-9,
-            "crosses_nodes": False,
-        }
-    ]
-    assert content["hardware"]["flops_per_s"]["float32"] == HARDWARE.device.flops_per_s["float32"]
+    peak_bytes = sum(estimated["peak_breakdown"].values())
+    assert content["plan"]["peak_bytes"] == estimated["peak_bytes"] == peak_bytes <= LIMIT
+    parts = sum(terms[name] for name in ("compute_s", "exposed_s", "copy_s", "optimizer_s"))
+    assert parts == pytest.approx(estimated["step_s"])
+    hardware = content["hardware"]
+    assert hardware["source"] == HARDWARE.device.source
+    rates = {"group_size": 4, "latency_s": 1e-3, "seconds_per_byte": 1e-9, "crosses_nodes": False}
+    assert hardware["collectives"] == [{"collective": "all_reduce", **rates}]
+    assert hardware["flops_per_s"]["float32"] == HARDWARE.device.flops_per_s["float32"]
     assert set(content["versions"]) == {"python", "hf_osdp", "torch", "accelerate", "transformers"}
     assert content["versions"]["torch"][0].isdigit() and content["date"].endswith("+00:00")
-
-
-def test_report_has_figures_or_a_reason_for_every_strategy():
     rows = report(compared=True)["strategies"]
     assert [row["strategy"] for row in rows] == ["osdp", "fsdp", "ddp", "zero2", "hsdp"]
     without = [row for row in rows if "reason" in row]

@@ -19,31 +19,21 @@ from hf_osdp.planner.search.compare import compare_strategies, frontier
 from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planner.training_job import TrainingJob
 from hf_osdp.quantities import format_bytes, format_seconds
+from hf_osdp.report import tables
 from hf_osdp.report.content import answers_content, comparison_content
 from hf_osdp.report.run_tables import outcome_table, trials_table
-from hf_osdp.report.tables import (
-    Answer,
-    comparison_table,
-    frontier_table,
-    host_bytes_of_units,
-    plan_caption,
-    plan_rows,
-    plan_table,
-    what_if_table,
-)
+from hf_osdp.report.tables import Answer, plan_caption, plan_rows, plan_table
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem
 
 JOB = TrainingJob(global_batch_size=1024)
 HARDWARE = bare_preset("a100-40", nodes=16, devices_per_node=8)
-HOST = HostSpec(
-    memory_bytes=2**40, to_device_bytes_per_s=1e10, to_host_bytes_per_s=1e10, update_bytes_per_s=1e10, source="made up"
-)
+RATES = dict.fromkeys(("to_device_bytes_per_s", "to_host_bytes_per_s", "update_bytes_per_s"), 1e10)
+HOST = HostSpec(memory_bytes=2**40, **RATES, source="made up")
 
 
 def model(*names: str, class_name: str = "Block") -> ModelDescription:
-    """A model whose blocks have these names."""
     description = transformer(layers=len(names), hidden=128)
     root, tied, *blocks = description.units
     tied = replace(tied, fqn="model.embed_tokens+lm_head", class_name="Embedding+Linear")
@@ -52,19 +42,12 @@ def model(*names: str, class_name: str = "Block") -> ModelDescription:
 
 
 def plan_for(description: ModelDescription, *shard_sizes: int) -> Plan:
-    return Plan(
-        world_size=128,
-        strategy="osdp",
-        units=tuple(
-            UnitDecision(fqn=u.fqn, shard_size=g, reshard_after_forward=False, reduce_every_micro_step=False)
-            for u, g in zip(description.units, shard_sizes, strict=True)
-        ),
-        micro_batch_size=4,
-        accumulation_steps=2,
-        model_fingerprint=description.fingerprint,
-        memory_limit_bytes=2**35,
-        proven_optimal=True,
-    )
+    kept = {"reshard_after_forward": False, "reduce_every_micro_step": False}
+    pairs = zip(description.units, shard_sizes, strict=True)
+    units = tuple(UnitDecision(fqn=unit.fqn, shard_size=size, **kept) for unit, size in pairs)
+    batch = {"world_size": 128, "micro_batch_size": 4, "accumulation_steps": 2}
+    found = {"model_fingerprint": description.fingerprint, "memory_limit_bytes": 2**35, "proven_optimal": True}
+    return Plan(strategy="osdp", units=units, **batch, **found)
 
 
 SMALL = model("h.0", "h.1")
@@ -82,21 +65,19 @@ def rendered(table: Table, width: int = 100) -> list[str]:
 
 
 def assert_whole(lines: list[str]) -> None:
-    """Nothing was cut, and nothing is wider than the terminal."""
     assert not [line for line in lines if "…" in line]
     assert max(map(len, lines)) <= 99
+
+
+LONG = "Qwen2AudioEncoderDecoderLayerWithCrossAttention"
 
 
 @pytest.mark.parametrize(
     ("prefix", "class_name"),
     [
         ("transformer.h", "GPT2Block"),
-        ("bert.encoder.layer", "BertLayer"),
         ("model.decoder.layers", "WhisperDecoderLayer"),  # which is folded, as is the next
-        (
-            "model.audio_tower.vision_model.encoder.block_list.layers",
-            "Qwen2AudioEncoderDecoderLayerWithCrossAttention",
-        ),
+        ("model.audio_tower.vision_model.encoder.block_list.layers", LONG),
     ],
 )
 def test_plan_table_fits_100_columns_with_every_figure(prefix, class_name):
@@ -115,7 +96,7 @@ def test_plan_table_fits_100_columns_with_every_figure(prefix, class_name):
         assert len(class_name) > 10 or (row.label in text and row.class_name in text)
 
 
-def test_plan_table_names_what_recomputed_units_save_once_below_its_rows():
+def test_plan_table_names_saved_calls_of_recomputed_units_once():
     description = model("h.0", "h.1", "h.2")
     saves = Recomputation(saved_calls=("addmm#0",), names=("qkv", "attention"), share=0.4)
     plain = plan_for(description, 1, 1, 64, 64, 64)
@@ -146,13 +127,9 @@ def test_plan_rows_join_neighbours_with_one_layout(names, sizes, expected):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"activations": Activations.RECOMPUTE},
-        {"on_host": True},
-        {"reduce_every_micro_step": True},
-        {"reshard_after_forward": True},
-    ],
-)
+    [{"activations": Activations.RECOMPUTE}, {"on_host": True}, {"reduce_every_micro_step": True},
+     {"reshard_after_forward": True}],
+)  # fmt: skip
 def test_plan_rows_part_units_of_other_decisions(change):
     description = model("h.0", "h.1", "h.2", "h.3")
     plan = plan_for(description, 1, 1, 64, 64, 64, 64)
@@ -162,7 +139,7 @@ def test_plan_rows_part_units_of_other_decisions(change):
     assert_whole(rendered(plan_table(plan, description, estimated(description, plan, replace(HARDWARE, host=HOST)))))
 
 
-def test_plan_table_and_caption_show_what_the_host_holds_of_each_unit_and_of_a_machine():
+def test_plan_table_shows_what_the_host_holds():
     description, hardware = model("h.0", "h.1"), replace(HARDWARE, host=HOST)
     plan = plan_for(description, 1, 1, 64, 64)
     assert "host" not in rendered(plan_table(plan, description, estimated(description, plan, hardware)))
@@ -171,18 +148,30 @@ def test_plan_table_and_caption_show_what_the_host_holds_of_each_unit_and_of_a_m
     changed = replace(plan.units[2], on_host=True), replace(plan.units[3], activations=Activations.OFFLOAD)
     plan = replace(plan, units=(*plan.units[:2], *changed))
     estimate = estimated(description, plan, hardware)
-    by_unit = host_bytes_of_units(description, estimate.memory)
+    by_unit = tables.host_bytes_of_units(description, estimate.memory)
     assert by_unit[2] == estimate.memory.units[2].host > 0 and by_unit[3] == 2 * 4 * 1000 and by_unit[:2] == [0, 0]
     assert sum(by_unit) + estimate.memory.units[2].host_moment == estimate.memory.host_bytes
     text = "\n".join(rendered(plan_table(plan, description, estimate)))
     assert "held      host" in text and all(format_bytes(nbytes) in text for nbytes in by_unit[2:])
     of_all = f"{format_bytes(8 * estimate.memory.host_bytes)} of 8.00 TiB per machine."
-    assert f"On the host: {format_bytes(estimate.memory.host_bytes)} per rank, {of_all}" in plan_caption(
-        plan, estimate, hardware
-    )
+    said = f"On the host: {format_bytes(estimate.memory.host_bytes)} per rank, {of_all}"
+    assert said in plan_caption(plan, estimate, hardware)
 
 
-def test_plan_caption_says_what_the_fastest_plan_would_have_gained():
+def test_plan_caption_says_peak_step_and_faster_plans():
+    estimate = estimated(SMALL, PLAN)
+    peak, step, reduced, proven = plan_caption(PLAN, estimate)
+    assert peak.startswith("Peak ")
+    assert f"of 32.0 GiB in {estimate.memory.peak.phase} of {estimate.memory.peak.unit}" in peak
+    assert step.startswith("Step ") and "samples/s" in step
+    assert "Gradients are reduced once per step" in reduced and proven.startswith("Proven")
+    near = plan_caption(replace(PLAN, proven_optimal=False, gap=1.7e-4), estimate)[-1]
+    assert near.startswith("Proven") and "is faster under this limit by more than 0.017 %" in near
+    single = replace(PLAN, strategy="ddp", accumulation_steps=1)
+    assert len(plan_caption(single, estimated(SMALL, single))) == 2
+    for held, said in enumerate(("in every micro-step.", "in every micro-step, except for 1 of 4 units, whose whole")):
+        units = tuple(replace(unit, reduce_every_micro_step=i >= held) for i, unit in enumerate(PLAN.units))
+        assert said in plan_caption(replace(PLAN, units=units), estimated(SMALL, PLAN))[2]
     simplified = "0.35 % slower than the fastest plan found, which has 5 layouts instead of 4"
     plan = replace(PLAN, simplified=simplified, proven_simplest=True)
     *_, simpler, proven = plan_caption(plan, estimated(SMALL, plan))
@@ -192,37 +181,15 @@ def test_plan_caption_says_what_the_fastest_plan_would_have_gained():
     assert unproven.startswith("Not proven: that no plan near the fastest is simpler")
 
 
-def test_plan_caption_says_where_the_peak_is_and_what_a_step_takes():
-    estimate = estimated(SMALL, PLAN)
-    peak, step, reduced, proven = plan_caption(PLAN, estimate)
-    assert (
-        peak.startswith("Peak ")
-        and f"of 32.0 GiB in {estimate.memory.peak.phase} of {estimate.memory.peak.unit}" in peak
-    )
-    assert step.startswith("Step ") and "samples/s" in step
-    assert "Gradients are reduced once per step" in reduced and proven.startswith("Proven")
-    near = plan_caption(replace(PLAN, proven_optimal=False, gap=1.7e-4), estimate)[-1]
-    assert near.startswith("Proven") and "is faster under this limit by more than 0.017 %" in near
-    single = replace(PLAN, strategy="ddp", accumulation_steps=1)
-    assert len(plan_caption(single, estimated(SMALL, single))) == 2
-    for held, said in {
-        0: "in every micro-step.",
-        1: "in every micro-step, except for 1 of 4 units, whose whole gradients",
-    }.items():
-        units = tuple(replace(unit, reduce_every_micro_step=i >= held) for i, unit in enumerate(PLAN.units))
-        assert said in plan_caption(replace(PLAN, units=units), estimated(SMALL, PLAN))[2]
-
-
 @pytest.mark.parametrize("limit", [1000, 3 * 2**20, 2**40])
-def test_comparison_table_has_a_gain_or_a_reason_for_each_strategy(limit):
+def test_comparison_table_has_gain_or_reason_for_each_strategy(limit):
     asked = problem(transformer(), bare_preset("cpu", devices_per_node=4), TrainingJob(global_batch_size=8), limit)
     rows = list(compare_strategies(asked))
-    lines = rendered(comparison_table(rows, limit))
+    lines = rendered(tables.comparison_table(rows, limit))
     assert_whole(lines)
     assert f"limit {format_bytes(limit)}" in lines[0]
-    assert {row.strategy.value for row in rows if row.result is None} == {
-        1000: {"osdp", "fsdp", "ddp", "zero2", "hsdp"}, 3 * 2**20: {"ddp", "hsdp"}, 2**40: set(),
-    }[limit]  # fmt: skip
+    nothing = {1000: {"osdp", "fsdp", "ddp", "zero2", "hsdp"}, 3 * 2**20: {"ddp", "hsdp"}, 2**40: set()}
+    assert {row.strategy.value for row in rows if row.result is None} == nothing[limit]
     for row in rows:
         (line,) = [line for line in lines if line.split()[:1] == [row.strategy.value]]
         if row.result is None:
@@ -236,7 +203,7 @@ def test_frontier_table_marks_the_fastest_within_the_limit():
     asked = problem(description, HARDWARE, JOB, 2**30)
     limit = int(1.2 * least_memory(asked))
     front = frontier(asked, points=4, known={limit: search(replace(asked, memory_limit_bytes=limit))})
-    lines = rendered(frontier_table(front, limit))
+    lines = rendered(tables.frontier_table(front, limit))
     assert_whole(lines)
     rows = [line for line in lines if " x " in line]
     assert len(rows) == len(front) and len(lines) == len(rows) + 5, "a row is one line"
@@ -258,7 +225,7 @@ def test_what_if_table_counts_gains_from_the_first_row():
         Answer(question="twice the memory", change="limit 24.0 MiB", problem=asked, plan=fsdp.plan),
         Answer(question="longest sequence", change="", reason="not even 64 tokens fit"),
     ]
-    lines = rendered(what_if_table(rows))
+    lines = rendered(tables.what_if_table(rows))
     assert_whole(lines)
     assert any(line.endswith(f"{rows[1].tokens_per_s / rows[0].tokens_per_s:.2f}x") for line in lines)
     assert "not even 64" in " ".join(lines)
@@ -285,16 +252,9 @@ def test_outcome_table_sets_estimate_beside_measurement():
     ],
 )
 def test_trials_table_has_a_line_for_each_round(peak, extra, fits, runs, said):
-    estimated, measured = {"peak_bytes": 2**20, "step_s": 0.5}, {"peak_bytes": peak, "median_step_s": None}
-    correction = {"extra_bytes": extra, "compute_factor": 1.5}
-    past = {
-        "plan": "abc",
-        "estimated": estimated,
-        "measured": measured,
-        "correction": correction,
-        "fits": fits,
-        "runs": runs,
-    }
+    past = {"plan": "abc", "estimated": {"peak_bytes": 2**20, "step_s": 0.5}, "fits": fits, "runs": runs}
+    past["measured"] = {"peak_bytes": peak, "median_step_s": None}
+    past["correction"] = {"extra_bytes": extra, "compute_factor": 1.5}
     lines = rendered(trials_table([past, past]))
     assert_whole(lines)
     assert [" ".join(line.split()) for line in lines if "abc" in line] == [f"1 abc {said}", f"2 abc {said}"]

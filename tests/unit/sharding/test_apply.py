@@ -1,6 +1,4 @@
-"""What training changes in a model before it is described, and where one process's plan is laid out; torch.cuda is
-played.
-"""
+"""What becomes of a model before it is described or sharded: masters, caches, devices, and the meshes of one GPU."""
 
 from __future__ import annotations
 
@@ -11,26 +9,24 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_osdp.distributed import mesh
+from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.training_job import Precision
 from hf_osdp.sharding import apply, environment
-from hf_osdp.sharding.environment import hold_master_weights, prepare_model
+from hf_osdp.sharding.environment import apply_tied, hold_master_weights, move_to_device, prepare_model
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_model
 from tests.helpers.vision import tiny_vision
 
 
-def test_hold_master_weights_makes_trainable_parameters_float32():
+def test_model_is_prepared_with_float32_masters_and_without_cache():
     layer = nn.Linear(2, 2, dtype=torch.bfloat16)
     layer.bias.requires_grad_(False)
     hold_master_weights(layer, Precision())
     assert layer.weight.dtype is torch.bfloat16
     hold_master_weights(layer, Precision(compute=DType.BFLOAT16))
     assert (layer.weight.dtype, layer.bias.dtype) == (torch.float32, torch.bfloat16)
-
-
-def test_prepare_model_switches_cache_off_where_there_is_one():
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16))
     assert model.config.use_cache
     prepare_model(model, Precision())
@@ -46,7 +42,7 @@ class Asked(Exception):
     """Meshes were made for this device."""
 
 
-def test_units_on_the_host_beside_one_gpu_get_meshes_of_that_gpu(monkeypatch):
+def test_units_on_host_get_meshes_of_the_one_gpu(monkeypatch):
     """In fp32 nothing but offload needs a process group, so that it is formed while the plan is applied."""
     form = dist.init_process_group
 
@@ -71,3 +67,14 @@ def test_units_on_the_host_beside_one_gpu_get_meshes_of_that_gpu(monkeypatch):
             apply.apply_plan(model, plan_of(units, 1, "everything"), units)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "model", [build_on_meta(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=11)), tiny_model("gpt2")]
+)
+def test_tied_parameters_stay_tied_between_meta_and_device(model):
+    assert model.transformer.wte.weight is model.lm_head.weight
+    move_to_device(model, torch.device("cpu"), empty=True)
+    assert model.transformer.wte.weight is model.lm_head.weight and model.lm_head.weight.device.type == "cpu"
+    apply_tied(model, lambda tensor: tensor.to("meta"))
+    assert model.transformer.wte.weight is model.lm_head.weight and model.lm_head.weight.is_meta

@@ -1,6 +1,4 @@
-"""The norm of gradients on several meshes, every rank in turn in one process: each counts its shards, the sum is
-that of the whole.
-"""
+"""The norm of gradients on several meshes: ranks run in turn in one process, and the sum is that of the whole."""
 
 from __future__ import annotations
 
@@ -42,9 +40,7 @@ def size(request) -> int:
 
 @pytest.fixture
 def world(monkeypatch, size):
-    """A world whose ranks run one after the other: `world(fn)` gives what `fn(rank)` returns on each, with one
-    all-reduce over all.
-    """
+    """`world(fn)` gives what `fn(rank)` returns on each rank in turn, with one all-reduce over all."""
 
     def run(fn):
         told: list[tuple[torch.Tensor, object]] = []
@@ -87,21 +83,22 @@ def test_clip_grad_norm_scales_shards_as_torch_scales_whole_gradients(world, siz
         parameter.grad = grad.clone()
     expected = torch.nn.utils.clip_grad_norm_(alone, max_norm, norm_type).item()
     after = {name: parameter.grad for name, parameter in zip(whole, alone, strict=True)}
-    for rank, (norm, locals_) in enumerate(
-        world(lambda rank: clipped(of_rank(rank, size, whole), max_norm, norm_type))
-    ):
+    found = world(lambda rank: clipped(of_rank(rank, size, whole), max_norm, norm_type))
+    for rank, (norm, locals_) in enumerate(found):
         assert norm == pytest.approx(expected, rel=1e-14)
         for mine, theirs in zip(locals_, map(clip.local, of_rank(rank, size, after)), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-14, atol=0)
 
 
-def test_clip_grad_norm_takes_single_parameter_and_second_norm():
+def test_clip_takes_single_parameters_and_total_norm_known_norms():
     parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
     parameter.grad = torch.tensor([3.0, 4.0], dtype=torch.float64)
     assert clip_grad_norm_(parameter, 10.0).item() == 5.0 and parameter.grad.tolist() == [3.0, 4.0]
-    assert clip_grad_norm_(parameter, 1.0).item() == 5.0 and parameter.grad.norm().item() == pytest.approx(
-        1.0, abs=1e-6
-    )
+    assert clip_grad_norm_(parameter, 1.0).item() == 5.0
+    assert parameter.grad.norm().item() == pytest.approx(1.0, abs=1e-6)
+    for norm_type in (0.0, -1.0, -math.inf, math.nan):
+        with pytest.raises(ValueError, match=r"norm_type=.* must be positive; use 1, 2 or inf"):
+            total_norm([torch.ones(1)], norm_type)
 
 
 def test_total_norm_is_sent_where_collectives_run(monkeypatch):
@@ -131,12 +128,6 @@ def test_total_norm_has_widest_dtype_of_at_least_float32(dtypes, expected, value
     norm = total_norm([torch.full((4096,), value, dtype=dtype) for dtype in dtypes])
     assert norm.dtype == expected
     assert norm.item() == pytest.approx(value * math.sqrt(4096 * len(dtypes)), rel=1e-6)
-
-
-@pytest.mark.parametrize("norm_type", [0.0, -1.0, -math.inf, math.nan])
-def test_total_norm_refuses_what_is_no_norm(norm_type):
-    with pytest.raises(ValueError, match=r"norm_type=.* must be positive; use 1, 2 or inf"):
-        total_norm([torch.ones(1)], norm_type)
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)

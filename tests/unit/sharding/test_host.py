@@ -31,7 +31,7 @@ class Counted:
         return sum(nbytes for tensor, nbytes in self._made if tensor() is not None)
 
 
-def test_device_holds_one_units_states_at_most_and_none_in_the_optimizers_own_step(monkeypatch):
+def test_device_holds_states_of_one_unit_at_most(monkeypatch):
     for sizes in ([[8000]] * 3, [[1000] * 4] * 3, [[1000], [1000], [8000]]):
         units = [[nn.Parameter(torch.randn(n)) for n in unit] for unit in sizes]
         optimizer = torch.optim.AdamW([parameter for unit in units for parameter in unit])

@@ -32,9 +32,8 @@ def parameters_of(*, mixed: bool, dtype: torch.dtype = torch.float64) -> list[to
 def test_clip_norm_is_that_of_both_devices(norm_type, monkeypatch):
     plain, mixed = parameters_of(mixed=False), parameters_of(mixed=True)
     assert _main_device([p.grad for p in mixed]) == ELSEWHERE, "the norm is where most of a model is"
-    monkeypatch.setattr(
-        "hf_osdp.sharding.gradients._main_device", lambda grads: torch.device("cpu")
-    )  # the other is not real
+    cpu = torch.device("cpu")  # the other is not real
+    monkeypatch.setattr("hf_osdp.sharding.gradients._main_device", lambda grads: cpu)
     expected = torch.nn.utils.clip_grad_norm_(plain, 0.5, norm_type)
     with two_devices():
         norm = clip_grad_norm_(mixed, 0.5, norm_type)
@@ -45,9 +44,7 @@ def test_clip_norm_is_that_of_both_devices(norm_type, monkeypatch):
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("overflows", [None, 0, 1])
 def test_scaler_steps_or_skips_on_both_devices(unscales, overflows):
-    """An optimizer that is said to unscale by itself, as with fused kernels, is given gradients that are unscaled
-    already.
-    """
+    """An optimizer that is said to unscale by itself, as with fused kernels, is given unscaled gradients."""
     plain, mixed = parameters_of(mixed=False), parameters_of(mixed=True)
     before = [parameter.detach().clone() for parameter in mixed]
     torch.optim.AdamW(plain, lr=1e-2).step()
@@ -66,12 +63,9 @@ def test_scaler_steps_or_skips_on_both_devices(unscales, overflows):
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> list[tuple]:
-    """What the groups are while the optimizer steps."""
-    seen: list[list[tuple]] = []
-    optimizer.step(
-        lambda: seen.append([(len(g["params"]), g["lr"], g["foreach"], g["fused"]) for g in optimizer.param_groups])
-    )
-    return seen[0]
+    seen: list[dict] = []
+    optimizer.step(lambda: seen.extend(dict(group) for group in optimizer.param_groups))
+    return [(len(group["params"]), group["lr"], group["foreach"], group["fused"]) for group in seen]
 
 
 def test_step_by_device_makes_a_group_for_each_device():
@@ -85,7 +79,7 @@ def test_step_by_device_makes_a_group_for_each_device():
     assert stepped(on_one_device) == [(4, 0.1, True, None)]
 
 
-def test_step_by_device_keeps_what_an_optimizer_counts_in_its_groups():
+def test_step_by_device_keeps_groups_after_counts_and_errors():
     class Counting(torch.optim.SGD):
         @torch.no_grad()
         def step(self, closure=None):
@@ -98,9 +92,6 @@ def test_step_by_device_keeps_what_an_optimizer_counts_in_its_groups():
     optimizer.step()
     optimizer.step()
     assert [group["k"] for group in optimizer.param_groups] == [2]
-
-
-def test_step_by_device_restores_groups_after_a_step_that_raised():
     optimizer = torch.optim.AdamW(parameters_of(mixed=True), lr=0.1)
     step_by_device(optimizer)
     with pytest.raises(ZeroDivisionError):
@@ -120,7 +111,7 @@ def test_step_by_device_moves_step_counts_to_the_host():
         optimizer.step()
 
 
-def test_an_optimizer_that_steps_by_device_goes_with_its_last_reference():
+def test_optimizer_stepping_by_device_is_freed_with_last_reference():
     optimizer = torch.optim.AdamW(parameters_of(mixed=True), lr=0.1)
     step_by_device(optimizer)
     step_by_device(optimizer)
