@@ -170,7 +170,11 @@ class KnownValues(TorchDispatchMode):
     ) -> object:
         if any(map(is_dtensor, types)):
             return NotImplemented
-        kwargs, packet = kwargs or {}, func._overloadpacket
+        with torch._C.DisableTorchFunction():  # so that reading shapes does not go through function modes
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        packet = func._overloadpacket
         if func.namespace == "c10d" and self._alone:
             return self._as_if_alone(func, args)
         if packet in _FALLBACKS:
