@@ -187,6 +187,8 @@ class KnownValues(TorchDispatchMode):
         indexed = args
         if packet in _INDEXING:
             indexed = (args[0], [position for index in args[1] for position in self._positions(index)], *args[2:])
+        if func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
+            return self.fake_of(args[0])  # not a constant of torch, which a module that moves could not swap
         if packet is aten.split_with_sizes:
             indexed = (args[0], _sizes_that_fit(args[0], args[1], *args[2:], **kwargs), *args[2:])
         result = call_operator(func, indexed, kwargs)

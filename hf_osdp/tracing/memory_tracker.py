@@ -17,7 +17,6 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..modeling.activations import host_memory
-from ..modeling.replaced import replaced
 from ..modeling.wrapping import SkippableMode
 from ..planner.cost.placement import pinned_bytes
 from .kernel_scratch import KernelScratch, Processors, kernel_scratch
