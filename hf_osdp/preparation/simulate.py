@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..distributed.mesh import Meshes
 from ..errors import OSDPError
-from ..modeling.batch import Loss, same_random_numbers, traceable
+from ..modeling.batch import Loss
 from ..modeling.build import build_on_meta, checkpoint_blocks
 from ..planner.cost.correction import Correction
 from ..planner.description import ModelDescription
@@ -35,7 +35,7 @@ from ..sharding.steps import make_optimizer, train_step
 from ..tracing.block_forms import forms_in_trace
 from ..tracing.cuda_kernels import CudaKernels
 from ..tracing.fake_model import fake_copy
-from ..tracing.known_values import KnownValues
+from ..tracing.known_values import KnownValues, on_fake_tensors
 from ..tracing.memory_tracker import CUDA_BLOCK_BYTES, MemoryTracker, Place
 from ..tracing.options import ModelRun
 from ..tracing.pictures import UsualBatch
@@ -98,10 +98,8 @@ def simulate(
     with fake_process_group(plan.world_size), ExitStack() as stack:
         meshes = Meshes("cpu")
         meshes.prepare(plan)  # ranks cannot be read from fake tensors
-        stack.enter_context(traceable())
-        stack.enter_context(same_random_numbers())
-        mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        known = stack.enter_context(KnownValues(alone=False))
+        mode, known = FakeTensorMode(allow_non_fake_inputs=True), KnownValues(alone=False)
+        stack.enter_context(on_fake_tensors(mode, known))
         fake = fake_copy(model, mode)
         if chosen.activation_checkpointing:
             checkpoint_blocks(fake, description.block_classes)

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from types import FrameType
 from typing import Any
 
 import torch
@@ -215,10 +214,10 @@ class MemoryTracker(SkippableMode):
 
 def _copy_target() -> Place | None:
     """Return where FSDP2's copy between host and device lies; None for other callers of `Tensor.to`."""
-    caller: FrameType | None = sys._getframe(2)
-    while caller is not None and caller.f_code.co_name == "__torch_function__":
+    caller = sys._getframe(2)
+    while caller.f_code.co_name == "__torch_function__" and caller.f_back is not None:
         caller = caller.f_back
-    match caller and (caller.f_code.co_filename.rpartition("/")[2], caller.f_code.co_name):
+    match caller.f_code.co_filename.rpartition("/")[2], caller.f_code.co_name:
         case "_fsdp_param.py", "all_gather_inputs":
             return Place.DEVICE
         case "_fsdp_collectives.py", "foreach_reduce":  # a gradient that is accumulated is copied to unpinned memory

@@ -27,8 +27,18 @@ def python_values(value: Value) -> Iterator[None]:
     Torch reads the memory of tensors in a list, which fake ones do not have. Fake tensors make lists by one operator
     for each element, which takes seconds for the tokens of a batch, and which no mode sees.
     """
-    with replaced(FakeTensor, tolist=_list_maker(value)), _PythonReads(value):
-        yield
+    with replaced(FakeTensor, tolist=_list_maker(value)), replaced(torch.utils, swap_tensors=_swap):
+        with _PythonReads(value):
+            yield
+
+
+_swap_tensors = torch.utils.swap_tensors
+
+
+def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Leave parameters of a module that moves to its own device as they are: fake ones cannot be swapped."""
+    if not isinstance(one, FakeTensor) or (one.dtype, one.device) != (other.dtype, other.device):
+        _swap_tensors(one, other)
 
 
 class _PythonReads(FunctionMode):
