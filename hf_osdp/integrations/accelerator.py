@@ -33,6 +33,7 @@ from ..errors import OSDPError, refuse_first
 from ..measurement.step_meter import LoopMeter, Observation
 from ..modeling.batch import Inputs
 from ..modeling.build import checkpoint_blocks
+from ..modeling.replaced import replaced
 from ..planner.plan import Plan
 from ..planner.training_job import OptimizerSpec
 from ..preparation.config import OSDPConfig
@@ -335,7 +336,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as stock
         """Prepare as `Accelerator.prepare_model`, without what the plan does in its place."""
-        with without_dynamo(self.state):
+        with replaced(self, state=without_dynamo(self.state)):
             return super().prepare_model(*args, **kwargs)
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import replace
 
 from accelerate.state import AcceleratorState
@@ -12,7 +12,6 @@ from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from torch import nn
 from transformers import TrainingArguments
 
-from ..modeling.replaced import replaced
 from ..preparation.config import OSDPConfig
 
 _log = logging.getLogger(__name__)
@@ -76,9 +75,11 @@ def with_dynamo(config: OSDPConfig, state: AcceleratorState) -> OSDPConfig:
     return _compiling(config)
 
 
-def without_dynamo(state: AcceleratorState) -> AbstractContextManager[None]:
-    """Keep Accelerate from compiling the model in this context; all accelerators share the state."""
-    return replaced(state, dynamo_plugin=TorchDynamoPlugin(backend="no"))
+def without_dynamo(state: AcceleratorState) -> AcceleratorState:
+    """Return a state with which Accelerate does not compile the model; all accelerators share the given one."""
+    own = copy(state)
+    own.dynamo_plugin = TorchDynamoPlugin(backend="no")
+    return own
 
 
 def _compiling(config: OSDPConfig) -> OSDPConfig:

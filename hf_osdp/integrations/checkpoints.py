@@ -11,7 +11,6 @@ import logging
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,13 +18,10 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import accelerate.accelerator
 import torch
-import transformers.trainer
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.optim.lr_scheduler import (
     LRScheduler,
     OneCycleLR,
@@ -38,7 +34,7 @@ from ..checkpoint.layouts import find_model, is_of_one_process
 from ..checkpoint.resume import check_checkpoint, last_checkpoint, warn_of_changes
 from ..checkpoint.safe import load_file
 from ..checkpoint.states import Stateful, load_model, load_optimizer, load_random_states, save_model, save_optimizer
-from ..checkpoint.writer import CheckpointWriter, on_first_rank
+from ..checkpoint.writer import CheckpointWriter, Staging, on_first_rank
 from ..distributed.consensus import on_rank_zero, require_same
 from ..errors import CheckpointError
 from ..modeling.identity import configuration_texts, dataset_text, optimizer_texts, schedule_text
@@ -76,17 +72,14 @@ class AcceleratorCheckpoints(Accelerator):
         folder = on_rank_zero(lambda: self._new_folder(output_dir))
         keep_whole_positions(self._models, self._optimizers)
         with self._writer.new(folder, **self._settings()) as staging:
-            sharded = self._optimizers if self.is_fsdp2 else []
-            hidden: dict[str, Any] = (
-                {"_optimizers": []} if sharded else {}
-            )  # stock expects as many models as optimizers
+            hidden: dict[str, Any] = {"_custom_objects": _Counted(self._custom_objects)}
+            if self.is_fsdp2:
+                self._save_sharded(staging)
+                hidden |= {"_models": [], "_optimizers": [], "_save_model_state_pre_hook": {}}
+            for index, obj in enumerate(self._custom_objects):
+                _save_custom_state(obj, staging.path, index)
             naming = replaced(self.project_configuration, automatic_checkpoint_naming=False)
-            for index, optimizer in enumerate(sharded):
-                save_optimizer(
-                    staging.path, model_of(optimizer, self._models), optimizer,
-                    sharded=writes_shards(self.state.fsdp_plugin), index=index, files=staging.file_system,
-                )  # fmt: skip
-            with naming, our_state_functions(staging.file_system), replaced(self, **hidden):
+            with naming, replaced(self, **hidden):
                 super().save_state(str(staging.path), safe_serialization, **kwargs)  # files of one rank come last
         limit = self.project_configuration.total_limit
         if self.project_configuration.automatic_checkpoint_naming and limit is not None and self.is_main_process:
@@ -95,6 +88,16 @@ class AcceleratorCheckpoints(Accelerator):
             ]:  # with async_save, one more than the limit stays
                 remove_checkpoint(path)
         return str(folder)
+
+    def _save_sharded(self, staging: Staging) -> None:
+        """Save sharded models and their optimizers' states, and call the hooks of `register_save_state_pre_hook`."""
+        options: dict[str, Any] = {"sharded": writes_shards(self.state.fsdp_plugin), "files": staging.file_system}
+        for index, model in enumerate(self._models):
+            save_model(staging.path, model, index=index, **options)
+        for index, optimizer in enumerate(self._optimizers):
+            save_optimizer(staging.path, model_of(optimizer, self._models), optimizer, index=index, **options)
+        for hook in self._save_model_state_pre_hook.values():
+            hook(self._models, [], str(staging.path))
 
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
@@ -116,12 +119,15 @@ class AcceleratorCheckpoints(Accelerator):
             _refuse_unused("load_state", kwargs.keys() - {"map_location"})
         warn_of_changes(folder, self._settings(), None if self.planned_run is None else self.planned_run.plan)
         keep_whole_positions(self._models, self._optimizers)
-        hidden: dict[str, Any] = {"_models": [], "_optimizers": []} if own else {}
+        hidden: dict[str, Any] = {"_custom_objects": _Counted(self._custom_objects)}
+        hidden |= {"_models": [], "_optimizers": []} if own else {}
         for index, model in enumerate(self._models if own else ()):
             load_model(folder, model, index=index)
         try:
-            with our_state_functions(), replaced(self, **hidden):
+            with replaced(self, **hidden):
                 super().load_state(str(folder), load_kwargs, **kwargs)
+            for index, obj in enumerate(self._custom_objects):
+                obj.load_state_dict(load_file(_custom_file(folder, index), numpy=True))
             for index, optimizer in enumerate(self._optimizers if own else ()):
                 load_optimizer(folder, model_of(optimizer, self._models), optimizer, index=index)
         except FileNotFoundError as error:
@@ -215,43 +221,20 @@ def _refuse_unused(function: str, names: Iterable[str]) -> None:
         raise ValueError(f"{function} would ignore {unused} with this run or this checkpoint; leave it out.")
 
 
-@contextmanager
-def our_state_functions(files: FileSystem | None = None) -> Iterator[None]:
-    """Make Accelerate and the Trainer, which have no argument for it, save and load states by our functions instead
-    of their own.
-    """
+class _Counted(list[Any]):
+    """Objects that Accelerate counts, but does not save or load: it would load their files by running code."""
 
-    def save_weights(
-        plugin: Any,  # noqa: ANN401
-        _: object,
-        model: nn.Module,
-        folder: str,
-        index: int = 0,
-        *,
-        adapter_only: bool = False,
-    ) -> None:
-        only = adapter_only and is_adapted(model)
-        save_model(Path(folder), model, sharded=writes_shards(plugin), index=index, trainable_only=only, files=files)
-
-    def save_states(
-        plugin: Any,  # noqa: ANN401
-        _: object,
-        optimizer: torch.optim.Optimizer,
-        model: nn.Module,
-        folder: str,
-        index: int = 0,
-    ) -> None:
-        save_optimizer(Path(folder), model, optimizer, sharded=writes_shards(plugin), index=index, files=files)
-
-    ours = {"save_fsdp_model": save_weights, "save_fsdp_optimizer": save_states}
-    custom = {"save_custom_state": _save_custom_state, "load_custom_state": _load_custom_state}
-    with replaced(accelerate.accelerator, **ours, **custom), replaced(transformers.trainer, **ours):
-        yield
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
 
 
-def _save_custom_state(obj: Stateful, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
+def _custom_file(folder: Path, index: int) -> Path:
+    return folder / f"custom_checkpoint_{index}.pkl"
+
+
+def _save_custom_state(obj: Stateful, folder: Path, index: int) -> None:
     """Write a registered object's state, and check now that it can be read again without unpickling code."""
-    file = Path(path) / f"custom_checkpoint_{index}.pkl"
+    file = _custom_file(folder, index)
 
     def save() -> None:
         torch.save(obj.state_dict(), file)
@@ -265,10 +248,6 @@ def _save_custom_state(obj: Stateful, path: str, index: int = 0, save_on_each_no
             ) from None
 
     on_first_rank(save)
-
-
-def _load_custom_state(obj: Stateful, path: str, index: int = 0) -> None:
-    obj.load_state_dict(load_file(Path(path) / f"custom_checkpoint_{index}.pkl", numpy=True))
 
 
 def keep_whole_positions(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -9,8 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers.trainer
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystem
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -18,7 +20,7 @@ from ..checkpoint.folders import numbered_checkpoints, remove_checkpoint, unlock
 from ..checkpoint.layouts import find_model, is_of_one_process
 from ..checkpoint.resume import check_checkpoint, checkpoint_to_resume, own_checkpoints, warn_of_changes
 from ..checkpoint.safe import load_file
-from ..checkpoint.states import load_model, load_optimizer, load_random_states, save_model
+from ..checkpoint.states import load_model, load_optimizer, load_random_states, save_model, save_optimizer
 from ..distributed.consensus import on_rank_zero, require_same
 from ..distributed.stop import StopSignal
 from ..errors import CheckpointError
@@ -28,7 +30,7 @@ from ..planner.plan import Plan
 from ..preparation.config import OSDPConfig
 from ..preparation.plan_run import PlannedRun
 from ..sharding.optimizers import kind_of
-from .checkpoints import is_adapted, keep_whole_positions, our_state_functions
+from .checkpoints import is_adapted, keep_whole_positions
 from .plugin import writes_shards
 
 _log = logging.getLogger(__name__)
@@ -50,6 +52,8 @@ class TrainerCheckpoints(transformers.Trainer):
     _run: PlannedRun | None
     _stop: StopSignal
     _requested_batch_size: int
+    _files: FileSystem
+    """The file system for shards of the checkpoint that is being saved."""
 
     @property
     def plan(self) -> Plan | None:
@@ -64,15 +68,13 @@ class TrainerCheckpoints(transformers.Trainer):
             return
         run_dir = Path(self._get_output_dir(trial))
         folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with (
-            self.accelerator._writer.new(folder, **self._settings()) as staging,
-            our_state_functions(staging.file_system),
-        ):
-            parent, push_later = (
-                str(staging.path.parent),
-                lambda folder: None,
-            )  # push only after the folder has been renamed
-            with replaced(self, _get_output_dir=lambda trial: parent, _push_from_checkpoint=push_later):
+        with self.accelerator._writer.new(folder, **self._settings()) as staging:
+            changed: dict[str, object] = {
+                "_get_output_dir": lambda trial: str(staging.path.parent),
+                "_push_from_checkpoint": lambda folder: None,  # push only after the folder has been renamed
+                "_files": staging.file_system,
+            }
+            with replaced(self, **changed):
                 super()._save_checkpoint(model, trial)
             self._record_best_name(staging.path, folder)
             if self.args.save_only_model and self._writes_shards():  # stock then writes no weights
@@ -87,6 +89,18 @@ class TrainerCheckpoints(transformers.Trainer):
         if self.args.push_to_hub:
             self.accelerator._writer.wait()
             self._push_from_checkpoint(str(folder))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save as the stock Trainer, with weights and states of a sharded model in any layout."""
+        if self._osdp is None or not self.is_fsdp_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        folder, adapted = Path(output_dir), is_adapted(self.model)
+        options: dict[str, Any] = {"sharded": self._writes_shards(), "files": self._files}
+        save_model(folder, self.model, trainable_only=adapted, **options)
+        save_optimizer(folder, self.model, self.optimizer, **options)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), folder / transformers.trainer.SCHEDULER_NAME)
 
     def _record_best_name(self, staged: Path, folder: Path) -> None:
         """Write the final name of the best checkpoint into the saved state."""

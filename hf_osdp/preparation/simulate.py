@@ -6,22 +6,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..distributed.mesh import Meshes
 from ..errors import OSDPError
-from ..modeling.batch import Loss, same_random_numbers, traceable
+from ..modeling.batch import Loss
 from ..modeling.build import build_on_meta, checkpoint_blocks
-from ..modeling.replaced import replaced
 from ..planner.cost.correction import Correction
 from ..planner.description import ModelDescription
 from ..planner.hardware import Hardware
@@ -37,7 +35,7 @@ from ..sharding.steps import make_optimizer, train_step
 from ..tracing.block_forms import forms_in_trace
 from ..tracing.cuda_kernels import CudaKernels
 from ..tracing.fake_model import fake_copy
-from ..tracing.known_values import KnownValues
+from ..tracing.known_values import KnownValues, on_fake_tensors
 from ..tracing.memory_tracker import CUDA_BLOCK_BYTES, MemoryTracker, Place
 from ..tracing.options import ModelRun
 from ..tracing.pictures import UsualBatch
@@ -100,10 +98,8 @@ def simulate(
     with fake_process_group(plan.world_size), ExitStack() as stack:
         meshes = Meshes("cpu")
         meshes.prepare(plan)  # ranks cannot be read from fake tensors
-        stack.enter_context(traceable())
-        stack.enter_context(same_random_numbers())
-        mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        known = stack.enter_context(KnownValues(alone=False))
+        mode, known = FakeTensorMode(allow_non_fake_inputs=True), KnownValues(alone=False)
+        stack.enter_context(on_fake_tensors(mode, known))
         fake = fake_copy(model, mode)
         if chosen.activation_checkpointing:
             checkpoint_blocks(fake, description.block_classes)
@@ -118,7 +114,7 @@ def simulate(
         )
         stack.enter_context(memory)
         stack.enter_context(memory.host_copies())
-        stack.enter_context(_separate_shape_propagation())
+        stack.enter_context(separate_shapes())
         if cuda is not None:
             stack.enter_context(cuda)
         stack.enter_context(chosen.running(fake, model))
@@ -214,21 +210,13 @@ def _states_of(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tens
     ]
 
 
-@contextmanager
-def _separate_shape_propagation() -> Iterator[None]:
+def separate_shapes() -> AbstractContextManager[object]:
     """Let DTensor propagate shapes in its own fake mode.
 
-    DTensor runs operators on whole fake tensors to find shapes. In torch 2.11 it uses the active mode, which would
-    count these tensors as allocated memory.
+    DTensor runs operators on whole fake tensors to find shapes, in torch 2.11 to 2.13 in the active mode: each counts
+    as allocated. A tracing context has another mode, which DTensor takes first.
     """
-    original = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def separate(propagator: ShardingPropagator, op_schema: Any) -> Any:  # noqa: ANN401
-        with _disable_current_modes():
-            return original(propagator, op_schema)
-
-    with replaced(ShardingPropagator, _propagate_tensor_meta_non_cached=separate):
-        yield
+    return tracing(TracingContext(FakeTensorMode()))
 
 
 @contextmanager

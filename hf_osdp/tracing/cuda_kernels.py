@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import library
-from torch.autograd.graph import _engine_run_backward
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import register_flop_formula
 
@@ -28,6 +26,7 @@ from .attention import (
     capability_here,
 )
 from .kernel_scratch import processors_of
+from .tensors import FunctionMode
 
 _Value = TypeVar("_Value")
 
@@ -138,13 +137,17 @@ def _backward_flops(
     return attention_flops(query, key, value, backward=True)
 
 
-class CudaKernels(TorchFunctionMode):
+class CudaKernels(FunctionMode):
     """Replace attention and dropout by functions that allocate like CUDA's kernels; without a capability, that of
     this machine's GPU.
     """
 
     def __init__(self, capability: Capability | None = None) -> None:
-        super().__init__()
+        super().__init__({
+            F.scaled_dot_product_attention: self.call_attention,
+            torch.dropout: lambda input, p, train: _dropout(input, p, train),
+            F.dropout: _dropout,
+        })  # fmt: skip
         self.processors = processors_of(capability)
         self._capability = capability or capability_here() or ASSUMED_CAPABILITY
         self.found: dict[Kernel, AttentionCall] = {}
@@ -157,27 +160,9 @@ class CudaKernels(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.backward and not any(kwargs.values()):
-            with (
-                self
-            ):  # torch disables the mode inside its handler, but blocks that are recomputed in backward need it
-                loss = args[0]
-                _engine_run_backward(
-                    (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
-                )
-            return None
         if torch.is_autocast_enabled("cpu") and getattr(func, "__name__", "") in _IN_FLOAT32:
             args, kwargs = _cast((args, kwargs), torch.float32)
-        if func is F.scaled_dot_product_attention:
-            return self.call_attention(*args, **kwargs)
-        if func is torch.dropout:
-            return _dropout(
-                *args, **{"training" if name == "train" else name: value for name, value in kwargs.items()}
-            )
-        if func is F.dropout:
-            return _dropout(*args, **kwargs)
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
     def call_attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run `scaled_dot_product_attention` like the kernel that CUDA would choose."""

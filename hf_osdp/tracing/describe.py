@@ -34,7 +34,8 @@ from .lengths import SHORTEST, extended
 from .options import DescribeOptions
 from .pictures import UsualBatch
 from .tensors import silenced
-from .trace import Trace, TraceOptions, trace_segments
+from .trace import Trace, trace_segments
+from .tracer import TraceOptions
 
 _log = logging.getLogger(__name__)
 _USUAL_OPERATORS = 1500

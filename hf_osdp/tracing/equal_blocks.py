@@ -15,6 +15,10 @@ from ..modeling.units import class_of
 from .tensors import DEVICE
 
 _POSITION_ATTRIBUTES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number"})
+_TRACED = 2
+"""Number of equal blocks that are traced: the first one differs, because the model's own forward also holds its
+input.
+"""
 _SCALARS = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -97,6 +101,31 @@ class RecordedCall(NamedTuple):
         for position, spec in self.new_tensors.items():
             leaves[position] = next(made) if spec.requires_grad else spec.empty()
         return tree_unflatten(leaves, self.spec)
+
+
+class TracedCall(NamedTuple):
+    call: RecordedCall
+    note: Any
+    """What the caller noted about it."""
+
+
+class EqualCalls:
+    """The calls of equal blocks in one run: after two traced ones, the next ones are only replayed."""
+
+    def __init__(self) -> None:
+        self._traced: dict[Hashable, list[TracedCall]] = {}
+
+    def find(self, key: Hashable) -> TracedCall | None:
+        """Return the call to replay for a key of block and arguments; None if this one has to run."""
+        traced = self._traced.get(key, [])
+        return traced[-1] if len(traced) == _TRACED else None
+
+    def add(
+        self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], output: object, note: object = None
+    ) -> None:
+        """Add a call that ran; one whose output cannot be made again will never be replayed."""
+        if (call := RecordedCall.of(args, kwargs, output)) is not None:
+            self._traced.setdefault(key, []).append(TracedCall(call, note))
 
 
 class _AllocateOutputs(torch.autograd.Function):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..modeling.batch import plain_batch
+from ..modeling.batch import plain_batch, same_random_numbers, traceable
 from .python_values import python_values
 from .tensors import DEVICE, call_operator, fake_like, is_dtensor, silenced, tensors_in
 
@@ -170,7 +170,11 @@ class KnownValues(TorchDispatchMode):
     ) -> object:
         if any(map(is_dtensor, types)):
             return NotImplemented
-        kwargs, packet = kwargs or {}, func._overloadpacket
+        with torch._C.DisableTorchFunction():  # so that reading shapes does not go through function modes
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        packet = func._overloadpacket
         if func.namespace == "c10d" and self._alone:
             return self._as_if_alone(func, args)
         if packet in _FALLBACKS:
@@ -260,6 +264,22 @@ class KnownValues(TorchDispatchMode):
                 target.view(-1, source.numel()).copy_(source.reshape(1, -1))
         work = FakeWork().boxed()
         return work if len(func._schema.returns) == 1 else (args[0], work)
+
+
+@contextmanager
+def on_fake_tensors(mode: FakeTensorMode, known: KnownValues, *, gradients: bool = True) -> Iterator[None]:
+    """Run a model on a mode's tensors: transformers makes no masks for unknown positions, and each run draws the same
+    random numbers.
+    """
+    with (
+        torch.inference_mode(False),
+        torch.set_grad_enabled(gradients),
+        traceable(),
+        same_random_numbers(),
+        mode,
+        known,
+    ):
+        yield
 
 
 def is_known(func: OpOverload, result: object) -> bool:

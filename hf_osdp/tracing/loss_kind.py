@@ -9,7 +9,7 @@ computed really, as the loss is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from enum import Enum
 from typing import Any
@@ -21,11 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map, tree_map_only
 
-from ..modeling.batch import Inputs, loss_of, plain_batch, same_random_numbers, traceable
+from ..modeling.batch import Inputs, loss_of, plain_batch
 from ..modeling.replaced import replaced
-from .equal_blocks import RecordedCall, block_key, call_key
+from .equal_blocks import EqualCalls, block_key, call_key
 from .fake_model import fake_copy, stored_tensors_releaser
-from .known_values import KnownValues
+from .known_values import KnownValues, on_fake_tensors
 from .tensors import tensors_in
 
 CountedLoss = Callable[[nn.Module, dict[str, Any], torch.Tensor], Any]
@@ -43,7 +43,6 @@ _COUNT, _RATIO = 8, 2**20
 """A number of items, and how many times larger another is, so that a part of the loss that is not divided stands
 out.
 """
-_RUN_EQUAL_BLOCKS = 2
 _TOLERANCE = 1e-2
 """Relative: bf16 rounds the sum of a batch by less, and a mean in place of a sum differs by a factor of 2."""
 
@@ -112,18 +111,9 @@ class _Examination:
         values, number = _StandIns(self._calls, part), torch.tensor(count)
         release = stored_tensors_releaser(self._fake)
         with ExitStack() as stack:
-            for context in (
-                torch.inference_mode(False),
-                torch.no_grad(),
-                traceable(),
-                same_random_numbers(),
-                self._mode,
-                values,
-            ):
-                stack.enter_context(context)
-            stack.enter_context(
-                replaced(self._model, forward=self._fake.__call__)
-            )  # the loss may call the original model
+            stack.enter_context(on_fake_tensors(self._mode, values, gradients=False))
+            # the loss may call the original model
+            stack.enter_context(replaced(self._model, forward=self._fake.__call__))
             self._replay_equal_blocks(values, stack)
             items = values.counted(number, self._mode)
             loss = loss_of(self._loss(self._fake, values.fakes_of(self._batches[part], self._mode), items))
@@ -136,20 +126,19 @@ class _Examination:
         """Run only the first two of equal blocks until the stack is closed; the outputs of the others are
         stand-ins.
         """
-        calls: dict[Hashable, list[RecordedCall]] = {}
+        calls = EqualCalls()
 
         def replaying(block: nn.Module) -> Callable[..., Any]:
             original, key = block.forward, block_key(block)
 
             def forward(*args: Any, **kwargs: Any) -> object:
-                called = calls.setdefault((key, call_key(args, kwargs)), [])
-                if len(called) == _RUN_EQUAL_BLOCKS:
-                    output = called[-1].replay(args, kwargs, None)
+                own = key, call_key(args, kwargs)
+                if (traced := calls.find(own)) is not None:
+                    output = traced.call.replay(args, kwargs, None)
                     values.stand_in_for(output)
                     return output
                 output = original(*args, **kwargs)
-                if (recorded := RecordedCall.of(args, kwargs, output)) is not None:
-                    called.append(recorded)
+                calls.add(own, args, kwargs, output)
                 return output
 
             return forward

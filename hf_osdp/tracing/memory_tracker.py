@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from types import FrameType
 from typing import Any
 
 import torch
@@ -17,11 +16,10 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..modeling.activations import host_memory
-from ..modeling.replaced import replaced
 from ..modeling.wrapping import SkippableMode
 from ..planner.cost.placement import pinned_bytes
 from .kernel_scratch import KernelScratch, Processors, kernel_scratch
-from .tensors import call_operator, is_dtensor, storages_in
+from .tensors import FunctionMode, call_operator, is_dtensor, storages_in
 
 CUDA_BLOCK_BYTES = 512
 """The CUDA caching allocator rounds each allocation up to this (`kMinBlockSize` in
@@ -98,14 +96,13 @@ class MemoryTracker(SkippableMode):
         """Count FSDP2's copies between host and device, which fake tensors skip as both are on the CPU, and offloaded
         activations.
 
-        `Tensor.to` is patched: its caller decides the direction.
+        The caller of `Tensor.to` decides the direction.
         """
-        original = torch.Tensor.to
 
         def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            target = _copy_target(sys._getframe(1)) if args and isinstance(args[0], torch.device) else None
+            target = _copy_target() if args and isinstance(args[0], torch.device) else None
             if target is None:
-                return original(tensor, *args, **kwargs)
+                return tensor.to(*args, **kwargs)
             with self._targeting(target):
                 return tensor.clone()
 
@@ -113,7 +110,7 @@ class MemoryTracker(SkippableMode):
             with self._targeting(Place.PINNED):
                 return torch.empty_like(like)
 
-        with replaced(torch.Tensor, to=to), host_memory(allocate):
+        with FunctionMode({torch.Tensor.to: to}), host_memory(allocate):
             yield
 
     def __enter__(self) -> MemoryTracker:
@@ -140,7 +137,11 @@ class MemoryTracker(SkippableMode):
     ) -> object:
         if any(map(is_dtensor, types)):
             return NotImplemented  # DTensor then calls operators on local tensors, which are counted here
-        kwargs, target = kwargs or {}, self._target
+        with torch._C.DisableTorchFunction():  # so that reading shapes does not go through function modes
+            return self._tracked(func, args, kwargs or {})
+
+    def _tracked(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        target = self._target
         if target is None and self._host_bytes:
             read = (self._storages.get(storage._cdata) for _, storage in storages_in((args, kwargs)))
             if any(storage is not None and storage.place is not Place.DEVICE for storage in read):
@@ -211,8 +212,11 @@ class MemoryTracker(SkippableMode):
             self._target = before
 
 
-def _copy_target(caller: FrameType) -> Place | None:
+def _copy_target() -> Place | None:
     """Return where FSDP2's copy between host and device lies; None for other callers of `Tensor.to`."""
+    caller = sys._getframe(2)
+    while caller.f_code.co_name == "__torch_function__" and caller.f_back is not None:
+        caller = caller.f_back
     match caller.f_code.co_filename.rpartition("/")[2], caller.f_code.co_name:
         case "_fsdp_param.py", "all_gather_inputs":
             return Place.DEVICE

@@ -16,9 +16,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import DescriptionError
-from ..modeling.batch import inner_configs, traceable, training_batch, without_adapters
+from ..modeling.batch import inner_configs, training_batch, without_adapters
 from .fake_model import fake_copy
-from .known_values import KnownValues
+from .known_values import KnownValues, on_fake_tensors
 
 Pixels = Callable[[int], dict[str, Any]]
 """Function from a number of samples to the inputs that hold their pictures."""
@@ -262,15 +262,15 @@ def _rows_of_features(model: nn.Module, pixels: Mapping[str, Any]) -> int:
     """Return how many rows of features a model makes of pictures, one for each placeholder; 0 if it does not take
     them.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, KnownValues(alone=True) as known, torch.no_grad():
+    mode, known = FakeTensorMode(allow_non_fake_inputs=True), KnownValues(alone=True)
+    with on_fake_tensors(mode, known, gradients=False):
         owner: Any = next((m for m in fake_copy(model, mode).modules() if hasattr(m, "get_image_features")), None)
         if owner is None:
             return 0
         taken = inspect.signature(owner.get_image_features).parameters
         given = {name: value for name, value in known.fakes_of(pixels, mode).items() if name in taken}
         try:
-            with traceable():
-                features = owner.get_image_features(**given)
+            features = owner.get_image_features(**given)
         except Exception:  # a model can raise any exception for pictures of another form
             return 0
         pooled = getattr(features, "pooler_output", None)

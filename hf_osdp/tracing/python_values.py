@@ -14,28 +14,25 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from ..modeling.replaced import replaced
-from .tensors import tensors_in
+from .tensors import FunctionMode, tensors_in
 
 Value = Callable[[torch.Tensor], torch.Tensor | None]
 """Function from a fake tensor to a real one with its values; None if they are not known."""
-
-
-_swap_tensors = torch.utils.swap_tensors
 
 
 @contextmanager
 def python_values(value: Value) -> Iterator[None]:
     """Let `tolist`, `format`, NumPy, `torch.tensor` and `torch.as_tensor` use known values inside the context.
 
-    Torch reads the memory of tensors in a list, which fake ones do not have. It makes a list of a fake tensor by one
-    operator for each element, which takes seconds for the tokens of a batch.
+    Torch reads the memory of tensors in a list, which fake ones do not have. Fake tensors make lists by one operator
+    for each element, which takes seconds for the tokens of a batch, and which no mode sees.
     """
-    with (
-        replaced(torch, tensor=_of_lists(torch.tensor), as_tensor=_of_lists(torch.as_tensor)),
-        replaced(torch.utils, swap_tensors=_swap),
-        replaced(FakeTensor, tolist=_list_maker(value), __format__=_format, __array__=_array_maker(value)),
-    ):
-        yield
+    with replaced(FakeTensor, tolist=_list_maker(value)), replaced(torch.utils, swap_tensors=_swap):
+        with _PythonReads(value):
+            yield
+
+
+_swap_tensors = torch.utils.swap_tensors
 
 
 def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -44,17 +41,23 @@ def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
         _swap_tensors(one, other)
 
 
-def _of_lists(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(make)
-    def made(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401
-        parts = data if isinstance(data, (list, tuple)) else ()
-        dtypes = [tensor.dtype for tensor in tensors_in(parts) if isinstance(tensor, FakeTensor)]
-        if dtypes and kwargs.get("dtype") is None:
-            kwargs["dtype"] = functools.reduce(torch.promote_types, dtypes)
-        plain = tree_map_only(FakeTensor, FakeTensor.tolist, data) if dtypes else data
-        return make(plain, *args, **kwargs)
+class _PythonReads(FunctionMode):
+    def __init__(self, value: Value) -> None:
+        super().__init__({
+            torch.tensor: functools.partial(_of_lists, torch.tensor),
+            torch.as_tensor: functools.partial(_of_lists, torch.as_tensor),
+            torch.Tensor.__format__: _format,
+            torch.Tensor.__array__: functools.partial(_array, value),
+        })  # fmt: skip
 
-    return made
+
+def _of_lists(make: Callable[..., torch.Tensor], data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401
+    parts = data if isinstance(data, (list, tuple)) else ()
+    dtypes = [tensor.dtype for tensor in tensors_in(parts) if isinstance(tensor, FakeTensor)]
+    if dtypes and kwargs.get("dtype") is None:
+        kwargs["dtype"] = functools.reduce(torch.promote_types, dtypes)
+    plain = tree_map_only(FakeTensor, FakeTensor.tolist, data) if dtypes else data
+    return make(plain, *args, **kwargs)
 
 
 def _list_maker(value: Value) -> Callable[[FakeTensor], Any]:
@@ -70,16 +73,17 @@ def _list_maker(value: Value) -> Callable[[FakeTensor], Any]:
     return tolist
 
 
-def _array_maker(value: Value) -> Callable[..., Any]:
-    def array(self: FakeTensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Return the values, or zeros, with which SciPy matches the boxes of a picture in their order."""
-        values = value(self)
-        with _disable_current_modes():
-            return np.asarray(torch.zeros(self.shape, dtype=self.dtype) if values is None else values, *args, **kwargs)
+def _array(value: Value, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    """Return the values, or zeros, with which SciPy matches the boxes of a picture in their order."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor.__array__(*args, **kwargs)
+    values = value(tensor)
+    with _disable_current_modes():
+        return np.asarray(torch.zeros(tensor.shape, dtype=tensor.dtype) if values is None else values, *args, **kwargs)
 
-    return array
 
-
-def _format(self: torch.Tensor, spec: str) -> str:
+def _format(tensor: torch.Tensor, spec: str) -> str:
     """Return the text of a number, by which experts are looked up."""
-    return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+    if not isinstance(tensor, FakeTensor):
+        return tensor.__format__(spec)
+    return format(tensor.item(), spec) if tensor.dim() == 0 else object.__format__(tensor, spec)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 aten = torch.ops.aten
@@ -25,6 +27,30 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, floating_dtype: torch.
     dtype = floating_dtype if floating_dtype is not None and tensor.is_floating_point() else tensor.dtype
     with mode:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=DEVICE)
+
+
+class FunctionMode(TorchFunctionMode):
+    """Run other functions in place of torch's inside the context, also in backward, where blocks are recomputed."""
+
+    def __init__(self, functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+        """Replace each function, which a mode sees under its own name, by another with its arguments."""
+        super().__init__()
+        self._functions = functions
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        if func is torch.Tensor.backward and not any((kwargs or {}).values()):
+            with self:  # torch takes a mode off while it handles a function
+                _engine_run_backward(
+                    args, (torch.ones_like(args[0]),), False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
+            return None
+        return self._functions.get(func, func)(*args, **kwargs or {})
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, TrainingJob
 from hf_osdp.preparation import simulate as simulate_module
-from hf_osdp.preparation.simulate import SimulatedRound, _separate_shape_propagation, search_and_simulate, simulate
+from hf_osdp.preparation.simulate import SimulatedRound, search_and_simulate, separate_shapes, simulate
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.optimizer_steps import step_by_device
 from hf_osdp.tracing.describe import describe
@@ -87,7 +87,7 @@ def test_torchs_own_tracker_finds_the_same_peak_to_the_byte():
     simulated = simulate(config, plan, description=description, job=JOB).peak_bytes
     peak_by_torch(config, description, plan)  # the first time, it counts what DTensor makes to find out shapes
     # torch 2.11 makes them each time, as long as the whole parameters: 338 MB that no device allocates
-    with _separate_shape_propagation():
+    with separate_shapes():
         assert simulated == peak_by_torch(config, description, plan)
 
 

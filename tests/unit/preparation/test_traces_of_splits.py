@@ -21,8 +21,8 @@ from hf_osdp.planner.training_job import Precision
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.preparation.find_plan import Describer, find_plan
 from hf_osdp.preparation.job import Job
-from hf_osdp.tracing import trace
 from hf_osdp.tracing.describe import describe
+from hf_osdp.tracing.tracer import Tracer
 from tests.helpers.problems import run_job
 from tests.helpers.sampling import slow_but
 
@@ -39,13 +39,13 @@ MODELS = {
 def runs(monkeypatch):
     """The number of batches of each run of a model on fake tensors."""
     found: list[int] = []
-    stock = trace._Tracer.run
+    stock = Tracer.run
 
     def counted(self, samples, *args, **options):
         found.append(len(samples))
         return stock(self, samples, *args, **options)
 
-    monkeypatch.setattr(trace._Tracer, "run", counted)
+    monkeypatch.setattr(Tracer, "run", counted)
     return found
 
 

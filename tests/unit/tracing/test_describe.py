@@ -19,7 +19,8 @@ from hf_osdp.planner.description import DType, GatherSpan
 from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.fake_model import fake_copy
 from hf_osdp.tracing.options import DescribeOptions
-from hf_osdp.tracing.trace import TraceOptions, trace_segments
+from hf_osdp.tracing.trace import trace_segments
+from hf_osdp.tracing.tracer import TraceOptions
 from tests.helpers.models import tiny_model
 from tests.helpers.sampling import slow_but
 

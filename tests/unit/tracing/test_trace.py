@@ -21,7 +21,8 @@ from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.memory_tracker import MemoryTracker
 from hf_osdp.tracing.options import DescribeOptions
 from hf_osdp.tracing.recorder import Recorder
-from hf_osdp.tracing.trace import TraceOptions, trace_segments
+from hf_osdp.tracing.trace import trace_segments
+from hf_osdp.tracing.tracer import TraceOptions
 from tests.helpers.problems import problem
 from tests.helpers.sampling import slow_but
 
@@ -79,7 +80,7 @@ def test_saved_bytes_of_a_block_are_what_autograd_keeps(real_model, samples, dro
 def test_reuse_of_equal_blocks_changes_nothing(meta_model, monkeypatch, name, fused):
     model = meta_model(name, **ARCHITECTURES[name])
     _, quick = segments_of(model, device_type="cuda" if fused else "cpu")
-    monkeypatch.setattr("hf_osdp.tracing.trace.block_key", id)  # no two blocks are equal
+    monkeypatch.setattr("hf_osdp.tracing.tracer.block_key", id)  # no two blocks are equal
     _, whole = segments_of(model, device_type="cuda" if fused else "cpu")
     assert [s.unit for s in quick] == [s.unit for s in whole]
     for one, other in zip(quick, whole, strict=True):
