@@ -326,10 +326,10 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         )
 
     def _bind_optimizers(self, optimizers: Sequence[torch.optim.Optimizer], run: PlannedRun) -> None:
-        """Make the optimizers step as planned, and measure the loop's first steps."""
+        """Make the optimizers step as planned, and measure the first steps of this loop, also of a later one."""
         model = self._models[-1]
         bind_optimizer(model, run.plan, run.units, optimizers)
-        if self.loop_meter is None:
+        if self.loop_meter is None or not self.loop_meter.is_measuring:
             skips = self.scaler is not None and self.scaler.is_enabled()
             self.loop_meter = LoopMeter(model, self.device, self._report, run.plan, may_skip=skips)
 
