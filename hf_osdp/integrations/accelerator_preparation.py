@@ -240,7 +240,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         """Make the optimizers step as planned, and measure the first steps of this loop, also of a later one."""
         model = self._models[-1]
         bind_optimizer(model, run.plan, run.units, optimizers)
-        if self.loop_meter is None or not self.loop_meter.is_measuring:
+        if self.loop_meter is None or self.loop_meter.model is None:
             skips = self.scaler is not None and self.scaler.is_enabled()
             self.loop_meter = LoopMeter(model, self.device, self._report, run.plan, may_skip=skips)
 

@@ -311,7 +311,7 @@ def test_measured_model_is_pickled_and_copied_without_its_meter():
         one(torch.ones(ELEMENTS)).backward()
     assert meter._passes == 1
     optimizer.step()
-    assert len(told) == 1 and not meter.is_measuring
+    assert len(told) == 1 and meter.model is None
 
 
 def test_loop_meter_that_has_reported_does_not_keep_its_model_alive():
@@ -321,7 +321,7 @@ def test_loop_meter_that_has_reported_does_not_keep_its_model_alive():
     gone = weakref.ref(model)
     del model, optimizer
     gc.collect()
-    assert told and gone() is None and not meter.is_measuring
+    assert told and gone() is None and meter.model is None
 
 
 def test_loop_meter_does_not_keep_a_deleted_model_alive():
