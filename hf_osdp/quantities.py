@@ -51,12 +51,12 @@ def parse_limit(value: int | float | str, *, name: str = "memory_limit") -> int:
     return limit
 
 
-def whole_bytes(value: int | float, *, name: str = "memory_limit_bytes") -> int:
+def whole_bytes(value: int | float) -> int:
     """Return a number of bytes given without a unit; raise ValueError if it is not between 1 byte and 2**60 bytes."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 1 <= value < 2**60:
         return int(value)
     raise ValueError(
-        f'{name}={value!r} must be a number of bytes from 1 to 2**60; give one, for example 8 * 2**30 or parse_bytes("8GiB").'  # noqa: E501
+        f'memory_limit_bytes={value!r} must be a number of bytes from 1 to 2**60; give one, for example 8 * 2**30 or parse_bytes("8GiB").'  # noqa: E501
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ..errors import CheckpointError, one_line
+from ..modeling.split.names import renamed
 from ..reading import read_json
 from .safe import SafePlanner, SafeReader, check_inside, load_file
 
@@ -128,14 +130,8 @@ def named_state(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> di
             f"The checkpoint's optimizer has parameter groups of {saved} parameters, but this one of {own};"
             " make the optimizer with the groups of the checkpoint."
         )
-    pairs = list(zip(state["param_groups"], groups, strict=True))
-    names = {
-        position: name for group, own_names in pairs for position, name in zip(group["params"], own_names, strict=True)
-    }
-    return {
-        "state": {names[position]: values for position, values in state["state"].items()},
-        "param_groups": [{**group, "params": list(own_names)} for group, own_names in pairs],
-    }
+    positions = (position for group in state["param_groups"] for position in group["params"])
+    return renamed(state, dict(zip(positions, chain(*groups), strict=True)))
 
 
 def _safetensors(path: Path) -> dict[str, torch.Tensor]:

@@ -28,8 +28,8 @@ from ..distributed.mesh import rank
 from ..distributed.process_group import gloo_group
 from ..errors import CheckpointError, one_line
 from ..modeling.identity import optimizer_texts
-from ..modeling.split.names import whole_parameters
-from ..modeling.units import canonical_name
+from ..modeling.split.names import merged_names
+from ..modeling.units import canonical_name, named_parameters
 from ..sharding.gradients import local
 from ..sharding.optimizers import kind_of
 from ..sharding.state import (
@@ -80,8 +80,8 @@ def save_model(
     weights = named_weights(model) if sharded else full_state_dict(model)
     names = set(weights)
     if trainable_only:
-        names = {canonical_name(name) for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-        names |= {whole.name for whole in whole_parameters(model).values() if whole.parts[0] in names}
+        trained = (name for name, parameter in named_parameters(model).items() if parameter.requires_grad)
+        names = set(merged_names(trained, model, tied=True))
     state = {
         name: value.detach() if torch.is_tensor(value) else value for name, value in weights.items() if name in names
     }

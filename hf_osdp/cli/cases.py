@@ -197,8 +197,7 @@ class Case:
     def limit_bytes(self) -> int:
         """Bytes of each device that training may use."""
         device, config = self.hardware.device, self.request.config
-        limit = config.memory_limit_bytes or device.memory_bytes
-        return device.check_limit(limit, given=f"--memory-limit {config.memory_limit}")
+        return device.check_limit(config.memory_limit_bytes, given=f"--memory-limit {config.memory_limit}")
 
     @cached_property
     def model(self) -> nn.Module:

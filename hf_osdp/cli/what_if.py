@@ -28,7 +28,6 @@ _LONGEST = 2**20
 """The most tokens per sample."""
 _PRECISION = 16
 """The largest size that fits is found to within 1 part in `_PRECISION`, or one step."""
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
 
 
 def what_if(request: Request, json_file: JsonFile = None) -> None:
@@ -213,7 +212,9 @@ class OtherLengths:
 
 def position_names(config: Any) -> tuple[str, ...]:  # noqa: ANN401  (a transformers configuration, as below)
     """Return the fields of a configuration that limit its positions."""
-    return tuple(name for name in _POSITIONS if _own_size(config, name) is not None)
+    from ..modeling.batch import POSITION_LIMITS  # imports torch
+
+    return tuple(name for name in POSITION_LIMITS if _own_size(config, name) is not None)
 
 
 def with_positions(config: Any, positions: int) -> Any:  # noqa: ANN401

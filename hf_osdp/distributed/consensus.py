@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import OSDPError, PlanMismatchError, one_line
-from ..modeling.identity import configuration_texts, modules_text
+from ..modeling.identity import configuration_texts, text_of
 from ..planner.plan import Plan
 from ..planner.training_job import OptimizerSpec, Precision
 from .device import own_gpu
@@ -114,7 +114,7 @@ def require_same_run(model: nn.Module, *asked: object, **more: object) -> None:
 def _model_text(model: nn.Module) -> str:
     tensors = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
     elements = sum(parameter.numel() for parameter in model.parameters())
-    checksum = hashlib.sha256(f"{tensors} {modules_text(model)}".encode()).hexdigest()[:8]
+    checksum = hashlib.sha256(f"{tensors} {text_of(model)}".encode()).hexdigest()[:8]
     return f"{type(model).__name__} ({len(tensors)} tensors, {elements} elements, {checksum})"
 
 

@@ -265,7 +265,7 @@ def model_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> n
     )
 
 
-def is_adapted(model: nn.Module) -> bool:
+def is_adapted(model: nn.Module | None) -> bool:
     """Return whether a model has peft adapters; its checkpoints then hold only these."""
     return hasattr(model, "peft_config")
 

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ..distributed.launcher import variables
 from ..distributed.process_group import check_ranks
 from ..distributed.said_once import is_ours, say_once
-from ..errors import OSDPError
+from ..errors import OSDPError, refuse_first
 
 _REMEDY = "write `fsdp_sharding_strategy: {osdp: true, memory_limit: 8GiB}` under fsdp_config, with `fsdp_version: 2`"
 
@@ -43,6 +43,14 @@ class LaunchRequest:
     """Options of `OSDPConfig` by name."""
     use_cpu: bool = False
     """Run on the CPU even with an accelerator; `accelerate launch` does not pass on its own `use_cpu` under FSDP."""
+    decided: Mapping[str, bool] = field(default_factory=dict)
+    """Lines about what a plan decides, and whether the file sets it all the same."""
+
+    @property
+    def plan_options(self) -> Mapping[str, object]:
+        """The options, for a run under a plan; raise ValueError if the file also sets something that it decides."""
+        refuse_first(self.decided)
+        return self.options
 
 
 def launch_request(environment: Mapping[str, str] | None = None) -> LaunchRequest:
@@ -50,7 +58,7 @@ def launch_request(environment: Mapping[str, str] | None = None) -> LaunchReques
     process's).
 
     Raises:
-        ValueError: the options of OSDP cannot be read, or the file also sets something that the plan decides.
+        ValueError: the options of OSDP cannot be read.
     """
     environment = variables() if environment is None else environment
     raw = environment.get("FSDP_SHARDING_STRATEGY", "").strip()
@@ -63,17 +71,15 @@ def launch_request(environment: Mapping[str, str] | None = None) -> LaunchReques
         )
     options = _parse_options(raw)
     osdp, use_cpu = (_pop_bool(options, name) for name in ("osdp", "use_cpu"))
-    if osdp and environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false":
-        raise ValueError(
-            "fsdp_reshard_after_forward: false is decided by the plan; leave it out, or write strategy: zero2 next to"
-            " osdp."
-        )
-    if osdp and (classes := environment.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")):
-        raise ValueError(
-            f"fsdp_transformer_layer_cls_to_wrap: {classes} is decided by the plan; leave it out, or write"
-            " block_classes next to osdp."
-        )
-    return LaunchRequest(osdp=osdp, options=options, use_cpu=use_cpu)
+    classes = environment.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
+    decided = {
+        "fsdp_reshard_after_forward: false is decided by the plan; leave it out, or write strategy: zero2 next to"
+        " osdp.":
+            environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false",
+        f"fsdp_transformer_layer_cls_to_wrap: {classes} is decided by the plan; leave it out, or write block_classes"
+        " next to osdp.": bool(classes),
+    }  # fmt: skip
+    return LaunchRequest(osdp=osdp, options=options, use_cpu=use_cpu, decided=decided)
 
 
 def _parse_options(raw: str) -> dict[str, object]:

@@ -67,7 +67,7 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
 
     def __post_init__(self: Any) -> None:
         refuse_decided({name: getattr(self, name, None) for name in DECIDED})
-        self.osdp = merged_config(stated_options(self.osdp), launch_request().options)
+        self.osdp = merged_config(stated_options(self.osdp), launch_request().plan_options)
         if self.fsdp_version not in (None, 2):
             raise ValueError(f"fsdp_version={self.fsdp_version} cannot run a plan; leave it out or use 2.")
         self.fsdp_version = 2

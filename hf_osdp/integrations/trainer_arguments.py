@@ -62,7 +62,7 @@ def requested_config(
         **stated_options(None if osdp is True else osdp),
     }
     options = with_arguments(options, args)
-    return merged_config(options, request.options)
+    return merged_config(options, request.plan_options)
 
 
 def _refuse_ignored(fsdp_config: Mapping[str, Any]) -> None:

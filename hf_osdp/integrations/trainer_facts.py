@@ -30,6 +30,7 @@ from ..preparation.job import Job, RunFolder
 from ..preparation.plan_run import PlannedRun
 from ..sharding.optimizer import frozen_parameters, spec_of_optimizer
 from ..sharding.optimizer_steps import reason_against_unit_steps
+from .checkpoints import is_adapted
 from .samples import find_batches, row_tokens, tokens_of
 from .subclasses import bytes_of_other_models, traced_loss
 from .trainer_arguments import accelerator_config_of, samples_of_step, warn
@@ -83,7 +84,7 @@ def trainer_folder(args: TrainingArguments, model: nn.Module | None) -> RunFolde
         saves=args.save_strategy != SaveStrategy.NO,
         limit=args.save_total_limit,
         states=not args.save_only_model,
-        adapters=getattr(model, "peft_config", None) is not None,
+        adapters=is_adapted(model),
     )
 
 

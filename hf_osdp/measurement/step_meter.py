@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import statistics
 import weakref
 from collections import deque
@@ -200,6 +201,9 @@ class LoopMeter:
     Time between steps does not count. The hooks are removed once the steps have been measured.
     """
 
+    model: nn.Module | None = None
+    """None once the steps have been measured."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -219,7 +223,7 @@ class LoopMeter:
         self._meter = StepMeter(device, self._held)
         self._report = report
         self._steps, self._micro_steps = steps, plan.accumulation_steps if may_skip else None
-        self._model = model
+        self.model = model
         self._optimizer: torch.optim.Optimizer | None = None
         self._batch: list[torch.Tensor] = []
         self._passes = 0
@@ -238,7 +242,7 @@ class LoopMeter:
 
     def finish(self) -> None:
         """Stop measuring, and report the summary if a step was measured. Collective; a second call does nothing."""
-        if not self._removers:
+        if self.model is None:
             return
         self.stop()
         if self._meter.steps:
@@ -248,7 +252,7 @@ class LoopMeter:
         for remove in self._removers:
             remove()
         self._removers.clear()
-        self._optimizer = None
+        self.model = self._optimizer = None
         self._meter.abandon()
 
     def discard(self) -> None:
@@ -256,9 +260,13 @@ class LoopMeter:
         self._passes = 0
         self._meter.abandon()
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Measure no pickle and no copy of the model, whose hooks then have a meter without a model."""
+        return copyreg.__newobj__, (LoopMeter,)  # type: ignore[attr-defined]  # of pickle's own protocol
+
     def _forward_begins(self, module: nn.Module, args: object, kwargs: object) -> None:
         is_in_backward = torch._C._current_graph_task_id() != -1  # a mode entered there is gone after it
-        if is_in_backward or not (module.training and torch.is_grad_enabled()):
+        if self.model is None or is_in_backward or not (module.training and torch.is_grad_enabled()):
             return
         if self._passes in (0, self._micro_steps):
             self._passes = 0
@@ -268,7 +276,9 @@ class LoopMeter:
         self._passes += 1
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        own = {id(parameter) for parameter in self._model.parameters()} if self._passes else set()
+        if self.model is None or not self._passes:
+            return
+        own = {id(parameter) for parameter in self.model.parameters()}
         if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             return  # the hook runs for every optimizer of the process
         self._passes, self._optimizer = 0, optimizer
@@ -278,5 +288,5 @@ class LoopMeter:
 
     def _held(self) -> list[torch.Tensor]:
         """Return the tensors that are live when a step begins; the optimizer is known since the first step."""
-        assert self._optimizer is not None
-        return [*training_tensors(self._model, self._optimizer), *self._batch]
+        assert self.model is not None and self._optimizer is not None
+        return [*training_tensors(self.model, self._optimizer), *self._batch]

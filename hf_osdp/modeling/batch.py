@@ -26,7 +26,8 @@ Loss = Callable[[nn.Module, dict[str, Any]], Any]
 """Function from a model and a batch to the loss, or to an output that holds it. It may change the batch."""
 
 _log = logging.getLogger(__name__)
-_POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
+POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
+"""Fields of configurations that limit positions."""
 _TOKEN_LABELS = (
     "CausalLM",
     "LMHeadModel",
@@ -275,7 +276,7 @@ def check_sequence_length(model: nn.Module, sequence_length: int) -> None:
     if sequence_length < 1:
         raise ValueError(f"sequence_length={sequence_length} must be at least 1.")
     config = getattr(model, "config", None)
-    name = next((name for name in _POSITION_LIMITS if isinstance(getattr(config, name, None), int)), None)
+    name = next((name for name in POSITION_LIMITS if isinstance(getattr(config, name, None), int)), None)
     embeddings = (
         (path.rpartition(".")[2], module) for path, module in model.named_modules() if isinstance(module, nn.Embedding)
     )

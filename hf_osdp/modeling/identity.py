@@ -41,11 +41,6 @@ def configuration_texts(model: nn.Module) -> dict[str, str]:
     return {name: _short(value) for name, value in kept.items() if not name.startswith("_")}
 
 
-def modules_text(model: nn.Module) -> str:
-    """Return a model's modules with their options, such as dropout, as torch prints them."""
-    return _text(model)
-
-
 def dataset_text(dataset: Any) -> str:  # noqa: ANN401  # anything that a DataLoader accepts
     """Return a text that identifies a dataset: its size, and a checksum of 64 rows spread over it if reading them has
     no side effect; empty without a size.
@@ -93,11 +88,12 @@ def schedule_text(scheduler: object) -> str:
 
 
 def _short(value: object) -> str:
-    text = _text(value)
+    text = text_of(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({zlib.crc32(text.encode()):08x})"
 
 
-def _text(value: object) -> str:
+def text_of(value: object) -> str:
+    """Return a value as Python prints it, the same in every process: of a model, its modules with their options."""
     return _ADDRESS.sub("", repr(value))
 
 
@@ -105,7 +101,7 @@ def _bytes_of(value: object) -> Iterator[bytes]:
     """Yield the content of a row, at the same for equal rows of any process."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield _text(key).encode()
+            yield text_of(key).encode()
             yield from _bytes_of(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
@@ -115,4 +111,4 @@ def _bytes_of(value: object) -> Iterator[bytes]:
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
         yield value.tobytes()
     else:
-        yield _text(value).encode(errors="replace")
+        yield text_of(value).encode(errors="replace")

@@ -137,13 +137,13 @@ def _names_of_parameters(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]
     return parameters
 
 
-def large_tables(model: nn.Module, block_classes: Sequence[str] | None = None) -> tuple[str, ...]:
+def large_tables(model: nn.Module) -> tuple[str, ...]:
     """Return the names of modules outside of blocks that are units because of their size, as `find_units` finds
     them; the embedding and the head, which are units in any case, are among them.
     """
     modules = modules_by_name(model)
     ties = _find_ties(model, _names_of_parameters(model))
-    blocks = _find_blocks(model, modules, ties, block_classes)
+    blocks = _find_blocks(model, modules, ties, None)
     return _tables(modules, blocks, {name for tie in ties for name in tie})
 
 

@@ -120,12 +120,13 @@ class DeviceSpec:
         bf16, fp16 = (self.flops_per_s.get(dtype) for dtype in (DType.BFLOAT16, DType.FLOAT16))
         return bf16 is not None and (fp16 is None or bf16 >= _NATIVE_SHARE * fp16)
 
-    def check_limit(self, limit_bytes: int, *, given: str) -> int:
-        """Return a limit if the device has as much memory; else raise ValueError with the limit as it was `given`:
-        `memory_limit='8GiB'`.
+    def check_limit(self, limit_bytes: int | None, *, given: str) -> int:
+        """Return a limit if the device has as much memory, for None all of it; else raise ValueError with the limit as
+        it was `given`: `memory_limit='8GiB'`.
         """
-        if limit_bytes <= (total := self.memory_bytes):
-            return limit_bytes
+        total = self.memory_bytes
+        if limit_bytes is None or limit_bytes <= total:
+            return total if limit_bytes is None else limit_bytes
         raise ValueError(
             f"{given} is more than the {format_bytes(total)} of {self.name}; use at most {total // 2**20}MiB, or leave"
             " it out for all of them."

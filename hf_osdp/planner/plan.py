@@ -303,8 +303,8 @@ def plan_content(text: str | bytes, source: str) -> Any:  # noqa: ANN401 - any J
     return parse_json(text, lambda problem: PlanError(f"{source} {problem}. Write it again with Plan.save."))
 
 
-def _some(names: Iterable[str], limit: int = 6) -> str:
-    listed = list(names)
+def _some(names: Iterable[str]) -> str:
+    listed, limit = list(names), 6
     return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
 
 

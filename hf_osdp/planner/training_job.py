@@ -225,15 +225,12 @@ class OptimizerSpec:
         )
         return parameter.numel * self.states * parameter.dtype.itemsize + sum(whole)
 
-    def traffic_per_element(self, itemsize: int = 4) -> float:
-        """Return the reads and writes per element of a step, `2 (1 + s) + 1`: parameter and s states both ways, the
-        gradient once.
+    def traffic_per_element(self) -> float:
+        """Return the reads and writes per element of a step in float32, `2 (1 + s) + 1`: parameter and s states both
+        ways, the gradient once.
         """
-        return (
-            2
-            * (1 + self.states + sum(form.bytes_per_element for form in self.formats if not form.factored) / itemsize)
-            + 1
-        )
+        others = sum(form.bytes_per_element for form in self.formats if not form.factored) / 4
+        return 2 * (1 + self.states + others) + 1
 
 
 FLOAT32_STATE = StateFormat(bytes_per_element=4)

@@ -45,7 +45,7 @@ from .cache import describe_once, measured_once
 from .job import Job
 from .run_times import times_of_run
 
-Trace: TypeAlias = Callable[..., ModelDescription]
+Describe: TypeAlias = Callable[..., ModelDescription]
 """`describe_once`, or a function with the same arguments."""
 _log = logging.getLogger(__name__)
 _MAX_DESCRIPTIONS = 3
@@ -88,7 +88,7 @@ def find_plan(
     job: Job,
     *,
     hardware: Hardware | None = None,
-    trace: Trace = describe_once,
+    trace: Describe = describe_once,
 ) -> FoundPlan:
     """Search on rank 0 for the run's fastest plan that fits. Collective; arguments and errors are those of
     `ProblemBuilder`.
@@ -116,7 +116,7 @@ class ProblemBuilder:
         job: Job,
         *,
         hardware: Hardware | None = None,
-        trace: Trace = describe_once,
+        trace: Describe = describe_once,
         times: BlockTimes | None = None,
     ) -> None:
         """Find out job, limit and hardware; for `hardware=None` use the configuration's, or measure this machine.
@@ -144,8 +144,7 @@ class ProblemBuilder:
         if config.asked:
             host_of(hardware, config.asked[0])
         self.hardware = hardware
-        limit = hardware.device.memory_bytes if config.memory_limit_bytes is None else config.memory_limit_bytes
-        limit = hardware.device.check_limit(limit, given=f"memory_limit={config.memory_limit!r}")
+        limit = hardware.device.check_limit(config.memory_limit_bytes, given=f"memory_limit={config.memory_limit!r}")
         self.limit_bytes = limit_after_oom(limit) if after_oom else limit
 
     def build(
@@ -267,7 +266,7 @@ class Describer:
     batch.
     """
 
-    def __init__(self, model: nn.Module, job: Job, trace: Trace = describe_once) -> None:
+    def __init__(self, model: nn.Module, job: Job, trace: Describe = describe_once) -> None:
         self._model, self._job, self._trace = model, job, trace
         self._inputs, self._loss = (job.config.inputs, None) if job.config.inputs else (job.inputs, job.loss)
         self._may_fall_back = job.config.inputs is None and job.inputs is not None and _has_usual_batch(model)

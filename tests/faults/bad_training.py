@@ -69,7 +69,7 @@ def launched(given: str, folder: Path) -> Give:
     if ": " in given:
         name, value = given.split(": ", 1)
         usual = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": "{'osdp': True}"}
-        return lambda: launch_request({**usual, name.upper(): value})
+        return lambda: launch_request({**usual, name.upper(): value}).plan_options
     name, value = given.split("=")
 
     def read() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -135,12 +135,13 @@ def merge_optimizer_state(state: Mapping[str, Any], model: nn.Module, *, join: J
             for key, values in columns.items()
         }
 
-    groups = [{**group, "params": _merged_names(group["params"], model)} for group in state["param_groups"]]
+    groups = [{**group, "params": merged_names(group["params"], model)} for group in state["param_groups"]]
     return {"state": merge_state_dict(state["state"], model, join=merged, tied=False), "param_groups": groups}
 
 
-def _merged_names(names: Sequence[str], model: nn.Module) -> list[str]:
-    return list(merge_state_dict(dict.fromkeys(names), model, join=lambda *_: None, tied=False))
+def merged_names(names: Iterable[str], model: nn.Module, *, tied: bool = False) -> list[str]:
+    """Return names of parameters with Hugging Face names in the place of slices, as `merge_state_dict` does."""
+    return list(merge_state_dict(dict.fromkeys(names), model, join=lambda *_: None, tied=tied))
 
 
 def split_optimizer_state(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
@@ -220,10 +221,11 @@ def own_positions() -> AbstractContextManager[None]:
 def at_positions(state: Mapping[str, Any]) -> dict[str, Any]:
     """Convert an optimizer's state by names to a state by positions, in the order of its groups."""
     names = [name for group in state["param_groups"] for name in group["params"]]
-    return _renamed(state, {name: position for position, name in enumerate(names)})
+    return renamed(state, {name: position for position, name in enumerate(names)})
 
 
-def _renamed(state: Mapping[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
+def renamed(state: Mapping[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return an optimizer's state with other keys of its parameters, such as names instead of positions."""
     groups = [{**group, "params": [new[name] for name in group["params"]]} for group in state["param_groups"]]
     return {"state": {new[name]: own for name, own in state["state"].items()}, "param_groups": groups}
 
@@ -232,16 +234,16 @@ def _merge_positions(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> dict[str, Any] | None:
     names = _plain_names(model, optimizer)
-    return at_positions(merge_optimizer_state(_renamed(state, dict(enumerate(names))), model)) if names else None
+    return at_positions(merge_optimizer_state(renamed(state, dict(enumerate(names))), model)) if names else None
 
 
 def _split_positions(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> dict[str, Any] | None:
-    names = _merged_names(_plain_names(model, optimizer), model)
+    names = merged_names(_plain_names(model, optimizer), model)
     if not names or sum(len(group["params"]) for group in state["param_groups"]) != len(names):
         return None  # torch reports the mismatch
-    return at_positions(split_optimizer_state(_renamed(state, dict(enumerate(names))), model))
+    return at_positions(split_optimizer_state(renamed(state, dict(enumerate(names))), model))
 
 
 def _plain_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

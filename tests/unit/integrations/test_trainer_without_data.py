@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from hf_osdp.integrations.trainer import Trainer
 from tests.helpers.models import tiny_model
@@ -47,6 +49,19 @@ def test_plan_for_evaluation_trains_with_micro_batch_of_arguments_only(tmp_path)
     trainer.train_dataset = rows()
     with pytest.raises(ValueError, match="planned to evaluate, since it had no train_dataset, with 1 samples at once"):
         trainer.train()
+
+
+class Pickles(TrainerCallback):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        torch.save(model, io.BytesIO())
+
+
+def test_each_training_is_measured_and_its_model_can_be_pickled(tmp_path):
+    trainer = made(tmp_path, train_dataset=rows(), callbacks=[Pickles()])
+    trainer.train()
+    first = trainer.accelerator.measured
+    trainer.train()
+    assert trainer.accelerator.measured is not first and first.steps == trainer.accelerator.measured.steps == 1
 
 
 class OneSample(nn.Module):

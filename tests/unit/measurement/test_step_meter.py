@@ -1,6 +1,8 @@
 """Steps between calls, and those of a loop found by hooks alone: what counts, and that nothing stays behind."""
 
+import copy
 import gc
+import pickle
 import time
 import weakref
 from types import SimpleNamespace
@@ -276,6 +278,26 @@ def test_loop_meter_counts_no_forward_inside_backward():
         assert not _get_current_dispatch_mode_stack()
         optimizer.zero_grad()
     assert not told
+
+
+def test_measured_model_is_pickled_and_copied_without_its_meter():
+    model, optimizer, meter, told = metered(steps=1)
+    copies = [pickle.loads(pickle.dumps(model)), copy.deepcopy(model)]
+    for one in (*copies, model):
+        one(torch.ones(ELEMENTS)).backward()
+    assert meter._passes == 1
+    optimizer.step()
+    assert len(told) == 1 and meter.model is None
+
+
+def test_loop_meter_that_has_reported_does_not_keep_its_model_alive():
+    model, optimizer, meter, told = metered(steps=1)
+    model(torch.ones(ELEMENTS)).backward()
+    optimizer.step()
+    gone = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert told and gone() is None and meter.model is None
 
 
 def test_loop_meter_does_not_keep_a_deleted_model_alive():

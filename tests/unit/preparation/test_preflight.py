@@ -13,7 +13,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from hf_osdp.errors import PreflightError
-from hf_osdp.integrations.accelerator import project_folder
+from hf_osdp.integrations.accelerator_preparation import project_folder
 from hf_osdp.integrations.announce import announce_plan
 from hf_osdp.integrations.trainer_facts import trainer_folder
 from hf_osdp.modeling.units import find_units

@@ -1,0 +1,308 @@
+"""Preparing under a plan: an `Accelerator` that plans for the model it is given, and lays the plan out on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, ProjectConfiguration
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader
+
+from ..errors import refuse_first
+from ..measurement.step_meter import LoopMeter, Observation
+from ..modeling.batch import Inputs
+from ..modeling.build import checkpoint_blocks
+from ..modeling.replaced import replaced
+from ..planner.plan import Plan
+from ..planner.training_job import OptimizerSpec
+from ..preparation.config import OSDPConfig
+from ..preparation.job import Job, RunFolder
+from ..preparation.out_of_memory import OutOfMemoryHandler
+from ..preparation.plan_run import PlannedRun
+from ..sharding.environment import form_process_group, prepare_model, uses_host
+from ..sharding.gradients import OSDPGradScaler
+from ..sharding.optimizer import frozen_parameters, spec_of_optimizer, spec_of_optimizers
+from ..sharding.optimizer_steps import bind_optimizer, reason_against_unit_steps
+from .announce import announce_result, plan_and_announce
+from .block_forms import unwrapped, without_dynamo
+from .checkpoints import AcceleratorCheckpoints
+from .plugin import OSDPPlugin, precision_of
+from .samples import batches_of_loader
+from .sharding import apply_plan_unsharded, prepare_late_optimizers, shard_model
+
+T = TypeVar("T")
+
+
+class AcceleratorPreparation(AcceleratorCheckpoints):
+    """`Accelerator` that plans when a model is prepared, and measures the loop's first steps."""
+
+    plugin: OSDPPlugin
+    loop_meter: LoopMeter | None
+    measured: Observation | None
+    _out_of_memory: OutOfMemoryHandler | None
+
+    def plan(
+        self,
+        model: nn.Module,
+        *,
+        sequence_length: int | None = None,
+        global_batch_size: int | None = None,
+        optimizer: torch.optim.Optimizer | OptimizerSpec | None = None,
+    ) -> Plan:
+        """Make the plan now, and set `gradient_accumulation_steps` to its value. Collective.
+
+        Args:
+            model: the model that will be prepared.
+            sequence_length: tokens of one sample; None takes it from the configuration.
+            global_batch_size: samples of one optimizer step over all processes; None takes it from the configuration.
+            optimizer: the optimizer, or its `OptimizerSpec`; None plans for torch's AdamW.
+
+        Returns:
+            The plan. Build the DataLoader with `batch_size=plan.micro_batch_size`.
+
+        Raises:
+            ValueError: a size is not known, or sizes contradict each other.
+            InfeasibleError: no plan meets the memory limit.
+        """
+        sizes: dict[str, Any] = {"sequence_length": sequence_length, "global_batch_size": global_batch_size}
+        model = self._without_wrappers(model)
+        config = replace(self._config, **{name: value for name, value in sizes.items() if value})
+        plan = self._make_plan(model, config, optimizer)
+        self.gradient_accumulation_steps = plan.accumulation_steps
+        return plan
+
+    def use_plan(self, run: PlannedRun) -> None:
+        """Use this plan in `prepare`; `no_sync`, not Accelerate, then decides when gradients are reduced.
+
+        A single process also runs under FSDP2 if the plan keeps units on the host, or was made for FSDP2's mixed
+        precision instead of autocast.
+        """
+        self.plugin.check_given(run.plan, self.device.type)
+        self.planned_run, self._writer.plan = run, run.plan
+        precision = run.inputs.job.precision
+        if not self.is_fsdp2 and (uses_host(run.plan) or (precision.compute is not None and not precision.autocast)):
+            form_process_group(needed=True)
+            self._select_fsdp(single_process=True)
+        self.gradient_state.plugin_kwargs["sync_each_batch"] = False
+
+    def _plan_for(
+        self, model: nn.Module, loader: DataLoader[Any], optimizer: torch.optim.Optimizer | OptimizerSpec | None
+    ) -> None:
+        """Plan for the batches of the training loader."""
+        config = self._config
+        inputs, length = batches_of_loader(loader, model, config.sequence_length)
+        size, micro, global_batch = self._batch_size(loader), config.micro_batch_size, config.global_batch_size
+        if micro not in (None, size):
+            raise ValueError(f"micro_batch_size={micro}, but the DataLoader's batches hold {size}; make them agree.")
+        if size is not None:
+            samples = size * self.num_processes * self.gradient_accumulation_steps
+            if global_batch not in (None, samples):
+                raise ValueError(
+                    f"global_batch_size={global_batch}, but batches of {size} on {self.num_processes} processes with"
+                    f" {self.gradient_accumulation_steps} accumulation steps make {samples}; make them agree."
+                )
+            global_batch = samples
+        config = replace(config, sequence_length=length, micro_batch_size=size, global_batch_size=global_batch)
+        self._make_plan(model, config, optimizer, inputs)
+
+    def _make_plan(
+        self,
+        model: nn.Module,
+        config: OSDPConfig,
+        optimizer: torch.optim.Optimizer | OptimizerSpec | None,
+        inputs: Inputs | None = None,
+    ) -> Plan:
+        """Make the plan, print it and use it; raise ValueError if a size is not known."""
+        refuse_first({
+            "The sequence length is not known; give OSDPConfig(sequence_length=...) or accelerator.plan(...).":
+                config.sequence_length is None,
+            "The batch size is not known; give prepare a DataLoader, or give OSDPConfig(global_batch_size=...).":
+                config.global_batch_size is None,
+        })  # fmt: skip
+        if self.gradient_state.plugin_kwargs.get("sync_each_batch", False):
+            config = replace(config, reduce_every_micro_step=True)
+        job = Job(
+            config=self.plugin.asking(config, self.device.type),
+            world_size=self.num_processes,
+            device_type=self.device.type,
+            precision=precision_of(
+                self.mixed_precision, self.plugin.mixed_precision_policy, single_process=not self.is_fsdp2
+            ),
+            optimizer=optimizer
+            if isinstance(optimizer, OptimizerSpec)
+            else spec_of_optimizer(optimizer, device_type=self.device.type),
+            inputs=inputs,
+            holds_outputs=True,  # as the usual loop does: `out = model(**batch); accelerator.backward(out.loss)`
+            activation_checkpointing=bool(self.plugin.activation_checkpointing),
+            against_unit_steps=reason_against_unit_steps(optimizer)
+            if isinstance(optimizer, torch.optim.Optimizer)
+            else None,
+            trains=optimizer is not None,
+            frozen_in_optimizer=frozen_parameters(optimizer),
+            folder=project_folder(self.project_configuration),
+        )
+        prepare_model(model, job.precision)
+        run = plan_and_announce(model, job)
+        self.use_plan(run)
+        return run.plan
+
+    def _batch_size(self, loader: DataLoader[Any]) -> int | None:
+        """Return the samples per process in one batch of a loader; None if the loader does not say."""
+        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        return size if size is None or not self.split_batches else size // self.num_processes
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:  # noqa: ANN401  as stock
+        """Prepare as `Accelerator.prepare`; a model may also come without an optimizer, for evaluation."""
+        args = tuple(self._without_wrappers(one) if isinstance(one, nn.Module) else one for one in args)
+        models, optimizers, loaders = (
+            _of_type(args, nn.Module),
+            _of_type(args, torch.optim.Optimizer),
+            _of_type(args, DataLoader),
+        )
+        known = {id(model) for model in (*self._models, *models)}
+        if self.is_fsdp2 and models and len(known) > 1:
+            raise ValueError(
+                f"{len(known)} models were given to prepare, but an OSDPAccelerator plans for one; make them modules"
+                " of one model, or move"
+                " a model that is not trained to accelerator.device by hand."
+            )
+        if models and not isinstance(models[0], FSDPModule):
+            self._plan_or_check(models[0], loaders, optimizers)
+            if not self.is_fsdp2:
+                self._apply_plan(models[0], optimizers)
+        if not models or not self.is_fsdp2 or optimizers:
+            result = super().prepare(*args, device_placement=device_placement)
+        else:
+            prepared = self._prepare_fsdp2(*args)
+            result = prepared if len(prepared) > 1 else prepared[0]
+        if optimizers and self._models and self.planned_run is not None:
+            self._compare_training(args)
+            self._bind_optimizers(optimizers, self.planned_run)
+        return result
+
+    def _without_wrappers(self, model: nn.Module) -> nn.Module:
+        """Return the model without wrappers of other tools, for whose effect the plan is made."""
+        model, config = unwrapped(model, self._config)
+        if self.planned_run is None:
+            self.plugin.osdp = config
+        return model
+
+    def _plan_or_check(
+        self, model: nn.Module, loaders: Sequence[DataLoader[Any]], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        """Plan for the first loader, which is for training; if a plan exists, refuse a loader with another batch
+        size.
+        """
+        optimizer = (
+            spec_of_optimizers(optimizers, device_type=self.device.type)
+            if len(optimizers) > 1
+            else (*optimizers, None)[0]
+        )
+        if self.planned_run is None and loaders:
+            self._plan_for(model, loaders[0], optimizer)
+        elif self.planned_run is None:
+            self.plan(model, optimizer=optimizer)
+        elif loaders and (size := self._batch_size(loaders[0])) not in (
+            None,
+            planned := self._planned.plan.micro_batch_size,
+        ):
+            raise ValueError(
+                f"The plan runs {planned} samples at once, but the first DataLoader gives {size};"
+                f" use batch_size={planned * (self.num_processes if self.split_batches else 1)} for training, and give"
+                " that"
+                " DataLoader first."
+            )
+
+    def _apply_plan(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Apply the plan to the model and give its optimizers the new parameters; if it is applied already, prepare
+        the optimizers only.
+        """
+        if isinstance(model, FSDPModule) or any(known is model for known in self._models):
+            prepare_late_optimizers(optimizers, model)
+            return
+        run, on_oom = self._planned, self._config.on_oom
+        if self.plugin.activation_checkpointing:
+            checkpoint_blocks(model, run.inputs.description.block_classes, trains=True)
+        if self.is_fsdp2:
+            shard_model(model, run, self.plugin, optimizers, device=self.device)
+        else:
+            apply_plan_unsharded(model, run, optimizers)
+        self._out_of_memory = OutOfMemoryHandler(
+            model, run.plan, run.units, problem=run.problem, on_oom=on_oom, device=self.device
+        )
+
+    def _bind_optimizers(self, optimizers: Sequence[torch.optim.Optimizer], run: PlannedRun) -> None:
+        """Make the optimizers step as planned, and measure the first steps of this loop, also of a later one."""
+        model = self._models[-1]
+        bind_optimizer(model, run.plan, run.units, optimizers)
+        if self.loop_meter is None or self.loop_meter.model is None:
+            skips = self.scaler is not None and self.scaler.is_enabled()
+            self.loop_meter = LoopMeter(model, self.device, self._report, run.plan, may_skip=skips)
+
+    def prepare_model(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as stock
+        """Prepare as `Accelerator.prepare_model`, without what the plan does in its place."""
+        with replaced(self, state=without_dynamo(self.state)):
+            return super().prepare_model(*args, **kwargs)
+
+    def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
+        """Shard the model by the plan and give the optimizers its new parameters, found by name."""
+        result = [o if isinstance(o, nn.Module) else self._prepare_one(o, first_pass=True) for o in args]
+        result = [o if isinstance(o, nn.Module) else self._prepare_one(o) for o in result]
+        for model in _of_type(result, nn.Module):
+            self._apply_plan(model, _of_type(result, torch.optim.Optimizer))
+            if not any(known is model for known in self._models):
+                self._models.append(model)
+            model._is_accelerate_prepared = True  # type: ignore[assignment]
+        return tuple(result)
+
+    def _report(self, measured: Observation) -> None:
+        """Print estimate and measurement; also write them into `project_dir` if it is set and `report` is on."""
+        self.measured = measured
+        announce_result(self._planned, measured, self.project_dir if self._config.report else None)
+
+    @property
+    def _config(self) -> OSDPConfig:
+        assert isinstance(self.plugin.osdp, OSDPConfig)
+        return self.plugin.osdp
+
+    @property
+    def _planned(self) -> PlannedRun:
+        assert self.planned_run is not None, "the plan is made before it is used"
+        return self.planned_run
+
+    def _select_fsdp(self, *, single_process: bool = False) -> None:
+        """Select FSDP with this plugin in the shared state; Accelerate does not for CPU processes, and keeps its
+        first plugin.
+        """
+        if not single_process and self.state.distributed_type not in (DistributedType.MULTI_CPU, DistributedType.FSDP):
+            return
+        if self.state.mixed_precision != "no" and self.plugin.mixed_precision_policy is None:
+            self.plugin.set_mixed_precision(self.state.mixed_precision)
+        AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
+        AcceleratorState._shared_state["fsdp_plugin"] = self.plugin
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        if self.state.mixed_precision == "fp16":  # the stock scaler checks the first mesh only
+            options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
+            self.scaler = OSDPGradScaler(device=self.device.type, **options)
+            self.native_amp = True
+
+
+def _of_type(objects: Iterable[Any], cls: type[T]) -> list[T]:
+    return [o for o in objects if isinstance(o, cls)]
+
+
+def project_folder(project: ProjectConfiguration) -> RunFolder | None:
+    """Return the folder that an Accelerate loop writes, with the checkpoint limit if Accelerate names them; None
+    without a folder.
+    """
+    if project.project_dir is None:
+        return None
+    if not project.automatic_checkpoint_naming:
+        return RunFolder(path=project.project_dir, saves=False)
+    return RunFolder(path=Path(project.project_dir) / "checkpoints", limit=project.total_limit)
