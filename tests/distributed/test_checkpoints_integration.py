@@ -106,6 +106,21 @@ def test_trainer_resumes_under_other_plans_and_numbers_of_ranks(tmp_path):
     assert stopped[2] == 4 and last_checkpoint(tmp_path / "stopped").name == "checkpoint-4"
 
 
+@pytest.mark.slow
+def test_trainer_goes_from_four_ranks_to_two_one_four(tmp_path):
+    want, weights = stock.train_one_process(str(tmp_path / "stock"))
+    four = run_ranks(in_turn, 4, str(tmp_path), [("four", None, SHARDED, "ddp", {})], init=False)[0][0]
+    two = run_ranks(
+        in_turn, 2, str(tmp_path), [("two", str(tmp_path / "four" / "checkpoint-2"), SHARDED, "fsdp", {})], init=False
+    )[0][0]
+    one = trained(str(tmp_path / "one"), str(tmp_path / "two" / "checkpoint-3"), WHOLE, None)
+    again = run_ranks(
+        in_turn, 4, str(tmp_path), [("again", str(tmp_path / "one" / "checkpoint-4"), WHOLE, None, {})], init=False
+    )[0][0]
+    for (losses, got, _), steps in ((four, 5), (two, 3), (one, 2), (again, 1)):
+        assert losses == pytest.approx(want["loss"][-steps:], abs=1e-12) and worst(got, weights) < 1e-12
+
+
 def looped(folder: str, legs: list[tuple]) -> list[list[float]]:
     """Legs one after the other: what is loaded, what is saved, in which layout, and how many steps before."""
     return [_looped(folder, *leg) for leg in legs]

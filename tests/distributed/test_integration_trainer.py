@@ -232,6 +232,25 @@ def test_wrong_world_and_forgotten_cpu_are_refused_before_writing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.fixture
+def stock_loss(tmp_path) -> float:
+    """Of an evaluation by the stock Trainer in one process, before training."""
+    args = arguments(str(tmp_path), per_device_eval_batch_size=8)
+    return StockTrainer(model=tiny_model(), args=args, eval_dataset=tokens(16)).evaluate()["eval_loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.on_ranks(2, init=False)
+def test_evaluation_before_training_changes_nothing(tmp_path, alone, stock_loss):
+    args = arguments(str(tmp_path), per_device_train_batch_size=4, per_device_eval_batch_size=4)
+    osdp = OSDPConfig(hardware=preset("cpu", devices_per_node=2), strategy="fsdp")
+    trainer = PlannedTrainer(model=tiny_model(), args=args, train_dataset=tokens(), eval_dataset=tokens(16), osdp=osdp)
+    assert abs(stock_loss - trainer.evaluate()["eval_loss"]) < 1e-6
+    trainer.train()
+    assert_close(history(trainer), alone[0])
+    assert trainer.evaluate()["eval_loss"] < stock_loss
+
+
 def train_without_osdp(
     kind: type[transformers.Trainer], folder: str, **options: object
 ) -> tuple[str, dict[str, list[float]]]:

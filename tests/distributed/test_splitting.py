@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from hf_osdp.checkpoint.states import load_model, load_optimizer, save_model, save_optimizer
 from hf_osdp.distributed.fsdp_internals import parameter_groups
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.parts import part_names
@@ -153,3 +154,20 @@ def test_full_states_do_not_show_the_slices():
     wrong = {**weights, "lm_head.weight": torch.zeros(3, 3)} if dist.get_rank() == 0 else {}
     with pytest.raises(RuntimeError, match=r"'lm_head\.weight' has shape"):  # on every rank
         load_full_state_dict(other, wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.on_ranks(WORLD)
+def test_saved_states_go_on_in_any_number_of_slices(is_sharded, tmp_path):
+    model, optimizer, plan = sharded("gpt2", 4, "mixed")
+    train(model, optimizer, plan, range(2))
+    save_model(tmp_path, model, sharded=is_sharded)
+    save_optimizer(tmp_path, model, optimizer, sharded=is_sharded)
+    dist.barrier()
+    for slices in (1, 2, 4):
+        other, optimizer, plan = sharded("gpt2", slices, "zero3", seed=3)
+        load_model(tmp_path, other)
+        load_optimizer(tmp_path, other, optimizer)
+        got = train(other, optimizer, plan, range(2, 4)).parameters
+        assert dist.get_rank() or worst(got, train_alone("gpt2", 4).parameters) < 1e-12

@@ -152,6 +152,7 @@ def serve_calls(folder: str) -> None:
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
         call = pickle.loads(fn)  # imports the test's module
+        _forget()
         before = _replaceable()
         result = pickle.dumps(call(*pickle.loads(args)))
         dist.barrier()
@@ -162,6 +163,18 @@ def serve_calls(folder: str) -> None:
                    if (new := after.get(place, {}).get(name)) is not value
                    and not getattr(new, "hooked", False)]  # fmt: skip
         write(Path(folder) / f"done{number}.{rank}", pickle.dumps((result, changed)))
+
+
+def _forget() -> None:
+    """Forget the groups that earlier calls formed, which ranks form together, and the searches that they made."""
+    for module, names in (
+        ("hf_osdp.distributed.process_group", ("_gloo_groups", "_step_groups", "_calls")),
+        ("hf_osdp.distributed.mesh", ("_topologies",)),
+    ):
+        for name in names if module in sys.modules else ():
+            getattr(sys.modules[module], name).clear()
+    if module := sys.modules.get("hf_osdp.planner.search.search"):
+        module._searched.cache_clear()
 
 
 def _replaceable() -> dict[str, dict[str, Any]]:
