@@ -168,7 +168,10 @@ def serve_calls(folder: str) -> None:
 def _forget() -> None:
     """Forget the groups that earlier calls formed, which ranks form together, and the searches that they made."""
     for module, names in (
-        ("hf_osdp.distributed.process_group", ("_gloo_groups", "_step_groups", "_calls")),
+        (
+            "hf_osdp.distributed.process_group",
+            ("_gloo_groups", "_step_groups"),
+        ),  # its count of calls names keys of the store
         ("hf_osdp.distributed.mesh", ("_topologies",)),
     ):
         for name in names if module in sys.modules else ():
