@@ -52,8 +52,8 @@ class TrainerCheckpoints(transformers.Trainer):
     _run: PlannedRun | None
     _stop: StopSignal
     _requested_batch_size: int
-    _files: FileSystem
-    """The file system for shards of the checkpoint that is being saved."""
+    _files: FileSystem | None = None
+    """The file system for shards of the checkpoint that is being saved; None outside of our saving."""
 
     @property
     def plan(self) -> Plan | None:

@@ -44,7 +44,7 @@ class FunctionMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        if func is torch.Tensor.backward and not any((kwargs or {}).values()):
+        if func is torch.Tensor.backward and all(value is None or value is False for value in (kwargs or {}).values()):
             with self:  # torch takes a mode off while it handles a function
                 _engine_run_backward(
                     args, (torch.ones_like(args[0]),), False, False, (), allow_unreachable=True, accumulate_grad=True
