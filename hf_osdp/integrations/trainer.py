@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import transformers.trainer
 from torch.utils.data import DataLoader
 from transformers import Trainer as StockTrainer
 from transformers import TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from ..checkpoint.writer import on_every_rank
@@ -127,7 +126,7 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
             scale_loss(self, factor)
         self._stop = StopSignal()
         stopping = StopCallback(self._stop) if self._osdp.save_on_sigterm else None
-        self.callback_handler = _Events(self.callback_handler, stopping)
+        self.callback_handler.call_event = _Events(self.callback_handler.call_event, stopping)  # type: ignore[method-assign]
 
     def _validate_args(self) -> None:
         """Validate as the stock Trainer, but accept an optimizer under FSDP: it receives the shards of its
@@ -271,16 +270,15 @@ def with_osdp(trainer_class: type[StockTrainer]) -> type[StockTrainer]:
     return type(trainer_class.__name__, (trainer_class, Trainer), members)
 
 
-class _Events(CallbackHandler):
+class _Events:
     """Call an event's callbacks so that their element-wise work on weights, such as averages, runs on shards of any
     layout; then our own callback, which is not in the handler's list.
     """
 
-    def __init__(self, stock: CallbackHandler, stopping: StopCallback | None) -> None:
-        self.__dict__ = vars(stock)  # of which a subclass of the Trainer may hold a reference
-        self._call, self._stopping = stock.call_event, stopping
+    def __init__(self, call: Callable[..., Any], stopping: StopCallback | None) -> None:
+        self._call, self._stopping = call, stopping
 
-    def call_event(
+    def __call__(
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         with AcrossLayouts(f"Work on weights in {event}"), mixing_explained(in_loss=False):

@@ -249,6 +249,8 @@ class LoopMeter:
             self._report(self._meter.summary())
 
     def stop(self) -> None:
+        if self.model is None:  # as in copies
+            return
         for remove in self._removers:
             remove()
         self._removers.clear()
@@ -257,6 +259,8 @@ class LoopMeter:
 
     def discard(self) -> None:
         """Forget a step that an error has interrupted."""
+        if self.model is None:
+            return
         self._passes = 0
         self._meter.abandon()
 
