@@ -91,7 +91,7 @@ def test_scripts_find_only_their_own_callbacks_and_no_report(tmp_path):
     trainer = made(tmp_path / "out", train_dataset=rows(), osdp={"report": False})
     stock = made(tmp_path / "stock", transformers.Trainer, train_dataset=rows())
     kinds = [[type(one) for one in each.callback_handler.callbacks] for each in (trainer, stock)]
-    assert kinds[0] == kinds[1]
+    assert kinds[0] == kinds[1] and type(trainer.callback_handler) is type(stock.callback_handler)
     trainer.train()
     assert not (tmp_path / "out" / "osdp_report.json").exists()
     with pytest.raises(ValueError, match=r"No valid checkpoint found in output directory \("):

@@ -288,6 +288,9 @@ def test_measured_model_is_pickled_and_copied_without_its_meter():
     assert meter._passes == 1
     optimizer.step()
     assert len(told) == 1 and meter.model is None
+    copied = copy.deepcopy(meter)
+    for end in (copied.discard, copied.stop, copied.finish):
+        end()
 
 
 def test_loop_meter_that_has_reported_does_not_keep_its_model_alive():

@@ -11,7 +11,7 @@ from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.preparation.simulate import fake_process_group
 from hf_osdp.tracing.describe import describe
-from hf_osdp.tracing.known_values import KnownValues
+from hf_osdp.tracing.known_values import KnownValues, on_fake_tensors
 from hf_osdp.tracing.memory_tracker import MemoryTracker
 from tests.helpers.sampling import slow_but
 
@@ -138,3 +138,25 @@ def test_single_random_number_decides_that_layers_and_adapters_run():
     with FakeTensorMode(), KnownValues(alone=True):
         assert not torch.rand([]) < 0.9, "LayerDrop would leave the layer out"
         assert torch.rand(1) > 0.0, "LyCORIS would leave the adapter out"
+
+
+class RunsBackwardInside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            again = 2 * x
+        again.backward(gradient)
+        return x.grad
+
+
+def test_backward_with_a_gradient_of_its_own_runs_in_traces():
+    with on_fake_tensors(FakeTensorMode(allow_non_fake_inputs=True), KnownValues(alone=True)):
+        x = torch.ones(3, requires_grad=True)
+        RunsBackwardInside.apply(x).sum().backward()
+        assert x.grad.shape == (3,)
