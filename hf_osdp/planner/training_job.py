@@ -19,6 +19,11 @@ EXACT: Communication = "exact"
 _MOST_SAMPLES = 2**40
 
 
+def formats_up_to(coarsest: Communication) -> tuple[Communication, ...]:
+    """Return the formats that are allowed if the user allows `coarsest` (`OSDPConfig.communication`), exact first."""
+    return FORMATS[: FORMATS.index(coarsest) + 1]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
     """Mixed precision: dtypes of FSDP2's gathered parameters and reduced gradients, or autocast of one process."""

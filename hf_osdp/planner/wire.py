@@ -16,8 +16,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from .training_job import FORMATS, Communication
-
 PIECE_ELEMENTS = 2**20
 """Elements encoded or decoded at once, which bounds the temporaries."""
 HADAMARD_SIZE = 32
@@ -78,11 +76,6 @@ class WireFormat(str, Enum):
             return 4 * blocks
         scales, turns = 12 * blocks, 8 * HADAMARD_SIZE**2 if self is WireFormat.INT4 else 0
         return (8 if turns else 4) * blocks * self.block_size + scales + turns
-
-
-def formats_up_to(coarsest: Communication) -> tuple[WireFormat, ...]:
-    """Return the formats that are allowed if the user allows `coarsest` (`OSDPConfig.communication`)."""
-    return tuple(map(WireFormat, FORMATS[1 : FORMATS.index(coarsest) + 1]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

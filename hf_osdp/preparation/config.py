@@ -17,7 +17,7 @@ from ..planner.placement import HOST_OPTIONS
 from ..planner.plan import Plan
 from ..planner.problem import check_simplicity
 from ..planner.profile import Profile
-from ..planner.training_job import EXACT, FORMATS, Communication, Decisions
+from ..planner.training_job import EXACT, Communication, Decisions
 from ..quantities import parse_limit
 
 _TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -164,10 +164,6 @@ class OSDPConfig(Decisions):
     """
     save_on_sigterm: bool = True
     """On SIGTERM at any rank, the Trainer finishes its step, saves a checkpoint and exits."""
-
-    def allows_communication(self, name: str) -> bool:
-        """Return whether values may be sent in the format of this name."""
-        return name in FORMATS[: FORMATS.index(self.communication) + 1]
 
     def __post_init__(self) -> None:
         object.__setattr__(

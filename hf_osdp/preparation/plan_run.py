@@ -24,7 +24,7 @@ from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem
 from ..planner.search.compare import StrategyResult
 from ..planner.search.search import SearchResult
-from ..planner.training_job import OptimizerSpec
+from ..planner.training_job import OptimizerSpec, formats_up_to
 from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
 from ..sharding.environment import uses_host
@@ -195,7 +195,7 @@ def check_communication(plan: Plan, config: OSDPConfig) -> None:
     training.
     """
     sent = plan.communication
-    if not config.allows_communication(sent):
+    if sent not in formats_up_to(config.communication):
         raise PlanError(
             f"The plan sends parameters or gradients in {sent}, but communication={config.communication!r}; set"
             f" communication={sent!r} if you want that, or plan again."

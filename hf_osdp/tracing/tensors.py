@@ -44,13 +44,26 @@ class FunctionMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        if func is torch.Tensor.backward and all(value is None or value is False for value in (kwargs or {}).values()):
-            with self:  # torch takes a mode off while it handles a function
-                _engine_run_backward(
-                    args, (torch.ones_like(args[0]),), False, False, (), allow_unreachable=True, accumulate_grad=True
-                )
-            return None
-        return self._functions.get(func, func)(*args, **kwargs or {})
+        if func is not torch.Tensor.backward:
+            return self._functions.get(func, func)(*args, **kwargs or {})
+        with self:  # torch takes a mode off while it handles a function
+            return _run_backward(*args, **kwargs or {})
+
+
+def _run_backward(
+    tensor: torch.Tensor,
+    gradient: torch.Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: torch.Tensor | Iterable[torch.Tensor] | None = None,
+) -> None:
+    """Run `Tensor.backward`, whose own function would take the modes off again."""
+    _engine_run_backward(
+        (tensor,), (torch.ones_like(tensor) if gradient is None else gradient,),
+        create_graph if retain_graph is None else retain_graph, create_graph,
+        (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs or ()),
+        allow_unreachable=True, accumulate_grad=True,
+    )  # fmt: skip
 
 
 @contextmanager

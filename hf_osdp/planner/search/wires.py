@@ -13,8 +13,8 @@ from ..decision import Space, UnitLayout
 from ..description import DType, UnitDescription
 from ..hardware import Hardware
 from ..problem import PlanningProblem
-from ..training_job import TrainingJob
-from ..wire import WireFormat, formats_up_to
+from ..training_job import TrainingJob, formats_up_to
+from ..wire import WireFormat
 
 
 def with_wires(problem: PlanningProblem, shapes: Sequence[int], spaces: Iterable[Space]) -> list[Space]:
@@ -47,7 +47,7 @@ def fastest_wires(
     """Return the fastest allowed wire format by the estimate, for each field of the layout; None where exact values
     are fastest.
     """
-    formats, g = formats_up_to(job.communication), layout.shard_size
+    formats, g = [WireFormat(name) for name in formats_up_to(job.communication)[1:]], layout.shard_size
     sharded = between_ring(hardware, g, layout.stage_size) if layout.two_stage else shard_ring(hardware, g)
     gathered = {job.precision.gathered_dtype(p) for p in unit.parameters}
     reduced = {job.precision.reduced_dtype(p) for p in unit.trainable}

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.small_models import PICTURE, built
 from hf_osdp.modeling.batch import training_batch
@@ -13,6 +14,7 @@ from hf_osdp.preparation.simulate import fake_process_group
 from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.known_values import KnownValues, on_fake_tensors
 from hf_osdp.tracing.memory_tracker import MemoryTracker
+from hf_osdp.tracing.tensors import FunctionMode
 from tests.helpers.sampling import slow_but
 
 IDS = torch.tensor([[5, 7, 7, 2], [9, 2, 1, 1]])
@@ -160,3 +162,14 @@ def test_backward_with_a_gradient_of_its_own_runs_in_traces():
         x = torch.ones(3, requires_grad=True)
         RunsBackwardInside.apply(x).sum().backward()
         assert x.grad.shape == (3,)
+
+
+@pytest.mark.parametrize("options", [{}, {"retain_graph": True}, {"gradient": torch.ones(3)}])
+def test_functions_stay_replaced_where_backward_recomputes(options):
+    seen = []
+    x = torch.ones(3, requires_grad=True)
+    with FunctionMode({torch.Tensor.tanh: lambda y: seen.append(1) or y.sinh()}):
+        y = checkpoint(lambda z: z.tanh() * z, x, use_reentrant=False)
+        (y if "gradient" in options else y.sum()).backward(**options)
+    assert len(seen) == 2
+    torch.testing.assert_close(x.grad, (x.cosh() * x + x.sinh()).detach())
