@@ -18,7 +18,8 @@ from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.hardware import Link
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.wire import PIECE_ELEMENTS, WireFormat, formats_up_to
+from hf_osdp.planner.training_job import EXACT, formats_up_to
+from hf_osdp.planner.wire import PIECE_ELEMENTS, WireFormat
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.preparation.simulate import fake_process_group
 from hf_osdp.sharding.apply import apply_plan
@@ -98,11 +99,8 @@ def test_zeros_stay_zeros():
 
 
 def test_allowed_formats_are_no_coarser_than_asked():
-    assert (
-        formats_up_to("exact") == ()
-        and formats_up_to(INT8) == (BF16, INT8)
-        and formats_up_to(INT4) == tuple(WireFormat)
-    )
+    assert formats_up_to(EXACT) == (EXACT,)
+    assert formats_up_to(INT8) == (EXACT, BF16, INT8) and formats_up_to(INT4) == (EXACT, *WireFormat)
 
 
 @pytest.mark.on_ranks(3, shared=True)
