@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import sys
 import tempfile
 from pathlib import Path
@@ -17,6 +18,35 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has its parent's
     _KEPT = tempfile.TemporaryDirectory(prefix="hf_osdp_tests_")
     (Path(_KEPT.name) / "machines").touch()
     os.environ["OSDP_CACHE"] = _KEPT.name
+
+
+_ONE_IN, _MOST_CASES = 12, 3
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    said = f"run about one test function of {_ONE_IN}, with at most {_MOST_CASES} cases, drawn by TEXT; for -m slow"
+    parser.addoption("--sample", metavar="TEXT", help=said)
+
+
+@pytest.hookimpl(trylast=True)  # of the tests that other options leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Draw the sample that `--sample` asks for."""
+    if (text := config.getoption("--sample")) is None:
+        return
+
+    def drawn(name: str) -> float:
+        return random.Random(f"{text} {name}").random()
+
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    sample = {
+        item
+        for function, group in cases.items() if drawn(function) * _ONE_IN < 1
+        for item in sorted(group, key=lambda item: drawn(item.nodeid))[:_MOST_CASES]
+    }  # fmt: skip
+    config.hook.pytest_deselected(items=[item for item in items if item not in sample])
+    items[:] = [item for item in items if item in sample]
 
 
 def pytest_collectstart() -> None:

@@ -66,7 +66,7 @@ def _train(
     )
 
 
-row("MultipleNegativesRankingLoss", _GROUP, daily=True)(
+row("MultipleNegativesRankingLoss", _GROUP)(
     partial(_train, loss=losses.MultipleNegativesRankingLoss, data=_pairs(False))
 )
 row("CosineSimilarityLoss", _GROUP)(partial(_train, loss=losses.CosineSimilarityLoss, data=_pairs(True)))

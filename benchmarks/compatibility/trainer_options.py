@@ -59,7 +59,7 @@ _option(
 )
 _option("max_grad_norm=0", max_grad_norm=0.0)
 _option("max_grad_norm=0.1", max_grad_norm=0.1)
-_option("label_smoothing_factor, causal", about={"daily": True}, label_smoothing_factor=0.1)
+_option("label_smoothing_factor, causal", label_smoothing_factor=0.1)
 _option("label_smoothing_factor, causal, uneven", _uneven, label_smoothing_factor=0.1)
 _option("samples of uneven length", _uneven)
 _option("average_tokens_across_devices=False", _uneven, average_tokens_across_devices=False)

@@ -85,7 +85,7 @@ def _dpo(side: Side, *, reference: bool = False, adapters: bool = False, **optio
     return trained(side, llama(), data, base=DPOTrainer, arguments=DPOConfig, given=given, **{**_QUIET, **options})
 
 
-_entered("DPO, reference model given", _dpo, reference=True, with_lora=False, about={"daily": True})
+_entered("DPO, reference model given", _dpo, reference=True, with_lora=False)
 _entered(
     "DPO, sync_ref_model",
     _dpo,

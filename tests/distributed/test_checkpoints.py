@@ -24,6 +24,7 @@ from tests.helpers.checkpointed import Leg, folders, run_leg, save_loop, trained
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_model
+from tests.helpers.sampling import slow_but
 
 CHAINS = {
     "4 replicated, 2 sharded, 1 alone, 4 of every kind": [
@@ -58,7 +59,7 @@ def run_chain(parent: Path, chain: list[tuple[int, Leg]]) -> tuple[list[float], 
     return losses, weights
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", slow_but(CHAINS, daily=list(CHAINS)[:1]))
 def test_trajectory_goes_on_as_in_one_process(tmp_path, name):
     losses, weights = run_chain(tmp_path, CHAINS[name])
     want, want_weights = uninterrupted(len(losses))

@@ -84,6 +84,7 @@ def in_turn(folder: str, cases: list[tuple]) -> list[tuple]:
     ]
 
 
+@pytest.mark.slow
 def test_trainer_resumes_under_other_plans_and_numbers_of_ranks(tmp_path):
     want, weights = stock.train_one_process(str(tmp_path / "stock"))
     first = run_ranks(in_turn, 2, str(tmp_path), [("first", None, SHARDED, None, {"async_save": True})], shared=True)[

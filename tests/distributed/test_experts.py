@@ -83,7 +83,8 @@ def resume(folder: str, optimizer: str) -> list[Trained]:
     return found
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", pytest.param("Rprop", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["AdamW", "Rprop"])
 def test_fewer_experts_than_ranks_train_and_resume_exactly(tmp_path, optimizer):
     (before, after, dims), *_ = run_ranks(train_and_save, WORLD, str(tmp_path), optimizer, shared=True)
     assert dims == {(0,), (1,)}, "on two ranks, and on four"

@@ -79,6 +79,7 @@ def test_loss_chunks_trains_as_one_process(cases):
         assert_trained_alike(trained, alone, 1e-9 if layout == "compiled" else 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.on_ranks(WORLD, shared=True)
 def test_trainer_logs_and_evaluates_as_with_whole_logits(tmp_path):
     """With micro-steps, labels that do not count, and metrics that read logits; the loss is in float32."""

@@ -132,6 +132,7 @@ def test_trial_shows_peak_time_and_collectives_and_leaves_nothing(options):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.on_ranks(2)
 def test_cuda_trial_runs_alone_first_and_shares_out_of_memory():
     """The way that CUDA goes, on the CPU: rank 1 alone runs out of memory, while rank 0 trains and clips."""

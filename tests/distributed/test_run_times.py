@@ -39,6 +39,7 @@ def trained(*, time_blocks: bool) -> tuple[list[float], list[torch.Tensor]]:
     return losses, [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.on_ranks(2)
 def test_training_with_timed_blocks_equals_one_without():
     cache.measure_hardware = lambda **_: preset("cpu", devices_per_node=2)

@@ -19,6 +19,7 @@ from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.sharding.environment import form_process_group
 from hf_osdp.versions import package_versions
 from tests.helpers.distributed import free_port, run_ranks
+from tests.helpers.sampling import slow_but
 
 
 def form() -> int:
@@ -58,7 +59,7 @@ def all_ways(before: bool) -> list[str]:
     return [*refused, refusal(make_accelerator)]
 
 
-@pytest.mark.parametrize("hosts_store", [False, True])
+@pytest.mark.parametrize("hosts_store", slow_but([False, True], daily=[True]))
 def test_ranks_of_different_versions_stop_and_equal_ones_go_on(hosts_store):
     # Without a launcher's store, rank 0 opens one; the group's own store then takes the same port.
     env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": free_port()} if hosts_store else {}

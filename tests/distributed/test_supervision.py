@@ -34,34 +34,30 @@ def command_of(process: psutil.Process) -> list[str]:
         return []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "message", "within_s"),
     [
-        pytest.param("killed", "SIGKILL", BUSY_S, id="a rank is killed"),
-        *(
-            pytest.param(*values, marks=pytest.mark.slow)
-            for values in (
-                ("raises", "KeyError: 'the reason'", BUSY_S),
-                ("sigterm-rank", "SIGTERM: saves after step", BUSY_S),
-                ("versions", "Ranks run different versions: transformers is", BUSY_S),
-                ("raises-accelerate", "KeyError: 'the reason'", BUSY_S),
-                ("killed-none", "by peer", BUSY_S),
-                ("sigterm-launcher", "SIGTERM: saves after step", BUSY_S),
-                ("restart", "Restarted and trained to the end", 60.0),
-                ("oom", "Restarted and trained to the end, limit 1073741824", 60.0),
-                ("missing", "1 of 3 ranks did not report within 20 s: rank 2", 60.0),
-                ("world", "the number of ranks is 2 on rank 0", BUSY_S),
-                ("twice", "Rank 1 on ", 60.0),
-                ("port", "another run may hold the port", 60.0),
-                ("address", "could not reach rank 0's machine at 127.0.0.2:9", 60.0),
-                ("interface", "nowhere0", BUSY_S),
-                ("models", "Ranks are about to run different things: the model is Linear", BUSY_S),
-                (
-                    "alone",
-                    "must be called on every rank, but ranks [0] called it and, within 20 s, ranks [1] did not",
-                    60.0,
-                ),
-            )
+        ("killed", "SIGKILL", BUSY_S),
+        ("raises", "KeyError: 'the reason'", BUSY_S),
+        ("sigterm-rank", "SIGTERM: saves after step", BUSY_S),
+        ("versions", "Ranks run different versions: transformers is", BUSY_S),
+        ("raises-accelerate", "KeyError: 'the reason'", BUSY_S),
+        ("killed-none", "by peer", BUSY_S),
+        ("sigterm-launcher", "SIGTERM: saves after step", BUSY_S),
+        ("restart", "Restarted and trained to the end", 60.0),
+        ("oom", "Restarted and trained to the end, limit 1073741824", 60.0),
+        ("missing", "1 of 3 ranks did not report within 20 s: rank 2", 60.0),
+        ("world", "the number of ranks is 2 on rank 0", BUSY_S),
+        ("twice", "Rank 1 on ", 60.0),
+        ("port", "another run may hold the port", 60.0),
+        ("address", "could not reach rank 0's machine at 127.0.0.2:9", 60.0),
+        ("interface", "nowhere0", BUSY_S),
+        ("models", "Ranks are about to run different things: the model is Linear", BUSY_S),
+        (
+            "alone",
+            "must be called on every rank, but ranks [0] called it and, within 20 s, ranks [1] did not",
+            60.0,
         ),
     ],
 )

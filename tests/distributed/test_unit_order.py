@@ -159,7 +159,7 @@ def trains_as_ddp(layout: str, *cases: Callable[[int, int], dict[str, object]]) 
         assert_equal_weights(model, expected)
 
 
-@pytest.mark.parametrize("layout", slow_but(("hsdp", "mixed", "two_stage"), daily=("mixed",)))
+@pytest.mark.parametrize("layout", slow_but(("hsdp", "mixed", "two_stage"), daily=()))
 @pytest.mark.on_ranks(4, timeout_s=150, shared=True)
 def test_different_modules_on_four_ranks_train_as_ddp(layout):
     trains_as_ddp(

@@ -94,6 +94,7 @@ AGREEMENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.on_ranks(2, init=False)
 def test_ranks_wait_for_what_they_tell_each_other():
     form_another()

@@ -280,6 +280,7 @@ def averaged(tmp_path_factory) -> tuple[dict[str, list[float]], dict[str, torch.
     return history(trainer), dict(callback.average.module.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.on_ranks(2, init=False)
 def test_callbacks_average_weights_as_under_the_stock_trainer(tmp_path, averaged):
     given = plan_of(find_units(tiny_model("gpt2")), 2, "mixed")

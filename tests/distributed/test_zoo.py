@@ -12,10 +12,11 @@ from benchmarks.zoo import read, types
 from benchmarks.zoo_ranks import EQUAL, Row, try_all
 from tests.helpers.distributed import run_ranks
 
-DAILY = ("Qwen3VLForConditionalGeneration", "DetrForObjectDetection")
-"""What the other tests of architectures do not have: pictures, positions on several axes, boxes."""
+DAILY = ("DetrForObjectDetection",)
+"""What the other tests of architectures do not have: pictures, boxes."""
 SAMPLE = (
-    *DAILY, "Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration",
+    *DAILY, "Qwen3VLForConditionalGeneration", "Gemma3ForConditionalGeneration",
+    "LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "Idefics3ForConditionalGeneration", "PaliGemmaForConditionalGeneration", "Mistral3ForConditionalGeneration",
     "Llama4ForConditionalGeneration", "DeformableDetrForObjectDetection", "RTDetrV2ForObjectDetection",

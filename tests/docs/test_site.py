@@ -34,6 +34,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_site_holds_what_is_generated_and_needs_no_script(site):
     def text(name: str) -> str:
         return (site / f"{name}.html").read_text(encoding="utf-8")

@@ -41,6 +41,7 @@ def saved_tensors(folder: Path) -> int:
     return len(load_file(folder / "model.safetensors"))
 
 
+@pytest.mark.slow
 def test_the_trainer(tmp_path):
     printed = on_two_ranks("with_trainer", tmp_path)
     assert re.search(r"transformer\.h\.0 (shard 2|replicate)", printed) and "Estimated and measured" in printed
@@ -61,6 +62,7 @@ def test_the_loop_on_accelerate(tmp_path):
     assert saved_tensors(tmp_path / "runs/with_accelerator") > 20
 
 
+@pytest.mark.slow
 def test_the_plain_loop(tmp_path):
     on_two_ranks("plain_loop", tmp_path)
     assert saved_tensors(tmp_path / "runs/plain_loop") > 20

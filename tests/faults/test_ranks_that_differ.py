@@ -158,6 +158,7 @@ def ran(tmp_path_factory):
     return folder, said
 
 
+@pytest.mark.slow
 def test_trainers_that_differ_on_one_rank_stop_before_training(ran):
     lines = ran[1]["of_trainers"]
     assert lines.keys() == {*OF_ARGUMENTS, "dataset", *OF_MODELS, "alike"} and lines.pop("alike") == "trained"

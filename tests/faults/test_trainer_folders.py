@@ -15,6 +15,7 @@ from hf_osdp.errors import CheckpointError
 from hf_osdp.modeling.identity import optimizer_texts
 from tests.helpers.checkpointed import save_loop
 from tests.helpers.models import tiny_model
+from tests.helpers.sampling import slow_but
 from tests.unit.checkpoint.checkpoints import trained
 from tests.unit.integrations.test_checkpoints import names, planned
 
@@ -39,7 +40,9 @@ def changes_said(caplog) -> str:
     return line
 
 
-@pytest.mark.parametrize("copied", [["checkpoint-2"], ["checkpoint-1", "checkpoint-2"]])
+@pytest.mark.parametrize(
+    "copied", slow_but((["checkpoint-2"], ["checkpoint-1", "checkpoint-2"]), daily=(["checkpoint-2"],))
+)
 def test_best_checkpoint_in_another_folder_loses_none_and_changes_nothing(ended, tmp_path, caplog, copied):
     weights, away = [], tmp_path / "away"
     for keeps_old in (True, False):

@@ -49,6 +49,7 @@ def runs(tmp_path_factory) -> tuple[Path, list[str]]:
     return loop.folder, run_together(loop.folder, jobs)
 
 
+@pytest.mark.slow
 def test_two_processes_train_log_and_save(runs):
     folder, printed = runs
     output, perplexity = folder / "text", perplexities(printed[0])
@@ -69,6 +70,7 @@ def test_two_processes_train_log_and_save(runs):
     assert json.loads((output / "osdp_report.json").read_text())["plan"]["accumulation_steps"] == 2
 
 
+@pytest.mark.slow
 def test_run_resumes_to_the_bit_and_keeps_its_log(runs):
     folder, printed = runs
     saved, resumed = (load_file(folder / name / "model.safetensors") for name in ("text", "again"))

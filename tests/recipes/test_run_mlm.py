@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = "run_mlm"
 
 
+@pytest.mark.slow
 def test_two_processes_train_and_save(pretrained):
     """A WordPiece vocabulary, masks, a plan; what is saved loads again."""
     perplexity = perplexities(pretrained.printed)
@@ -41,6 +42,7 @@ def test_two_processes_train_and_save(pretrained):
     assert model.config.pad_token_id == tokenizer.pad_token_id
 
 
+@pytest.mark.slow
 def test_switches_of_a_run_take_effect(pretrained):
     """bf16, checkpointed blocks, two micro-batches, a cosine, a tracker: read from what the run left."""
     report = json.loads((pretrained.output / "osdp_report.json").read_text())

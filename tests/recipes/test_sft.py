@@ -30,6 +30,7 @@ def argv(tmp_path) -> list[str]:
     return ["sft.py", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
 
 
+@pytest.mark.slow
 def test_two_processes_fine_tune_and_save_the_model_and_adapters(argv, tmp_path):
     whole, adapters = tmp_path / "whole", tmp_path / "adapters"
     lora = ["--use_peft", "true", "--lora_r", "4", "--max_steps", "2", "--output_dir", str(adapters)]

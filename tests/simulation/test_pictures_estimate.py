@@ -62,7 +62,7 @@ CHANGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("change", slow_but(CHANGES, ["vision recomputed"]))
+@pytest.mark.parametrize("change", slow_but(CHANGES, daily=()))
 def test_estimate_of_llava_whose_last_vision_layer_has_no_backward(change):
     """The layer runs, but features are those of the layer before: what it saves is freed in forward."""
     (model, description), (part, changes) = llava(), CHANGES[change]

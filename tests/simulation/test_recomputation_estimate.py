@@ -83,7 +83,7 @@ def errors() -> Iterator[dict[str, list[float]]]:
         print(f"\n{kind} blocks, {len(each)} peaks: mean error {statistics.fmean(sizes):.2%}, {worst}")
 
 
-@pytest.mark.parametrize(("name", "device_type", "shard", "compiled"), slow_but(CASES, daily=[CASES[6]]))
+@pytest.mark.parametrize(("name", "device_type", "shard", "compiled"), slow_but(CASES, daily=()))
 def test_peak_of_blocks_that_are_recomputed_each_in_another_way(errors, name, device_type, shard, compiled):
     model, description = with_model(name, device_type, compiled)
     assert bool(description.compiled_classes) is compiled

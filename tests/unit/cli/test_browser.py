@@ -72,6 +72,7 @@ def held(page, name: str) -> str:
     return page.locator(f"#{name} :is(input, textarea)").first.input_value()
 
 
+@pytest.mark.slow
 def test_page_answers_three_questions(address, browser, tmp_path):
     expect, planner = playwright.expect, Planner()
     expect.set_options(timeout=PATIENCE_MS)

@@ -276,6 +276,7 @@ def asked_of(model: str, **options: object) -> dict[str, object]:
     return {"model": model, **sizes, **options}
 
 
+@pytest.mark.slow
 def test_remedies_are_flags_and_true(model):
     limit = HARDWARE.limit_for(HARDWARE.unavoidable_bytes + 21 * 2**16)
     asked = Request.of(**asked_of(model, split_vocabulary=False, precision="no", memory_limit=str(limit)))

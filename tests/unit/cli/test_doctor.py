@@ -62,6 +62,7 @@ def test_doctor_reports_all_errors_at_once(model, tmp_path):
     assert found["the rest"][0][0] == "not done"
 
 
+@pytest.mark.slow
 def test_doctor_exits_with_code_0_for_warnings_alone(model, monkeypatch):
     flags = "--device cpu --num-nodes 2 --devices-per-node 2 --strategy fsdp --block-classes GPT2Model,LlamaLayer"
     found = rows(model, *SIZES, *flags.split(), "--activation-checkpointing")

@@ -145,6 +145,7 @@ def test_longest_sequence_raises_positions_and_says_so(monkeypatch):
         describe(CONFIGS["roberta"], sequence_length=64)
 
 
+@pytest.mark.slow
 def test_model_without_tokens_has_no_longest_sequence():
     lengths, problem = lengths_of(CONFIGS["vit"])
     row = answered(lengths.longest(problem))

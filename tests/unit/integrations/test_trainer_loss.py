@@ -146,7 +146,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", slow_but(CASES, daily=("regression", "masked")))
+@pytest.mark.parametrize("name", slow_but(CASES, daily=("masked",)))
 def test_training_equals_stock_or_is_refused_by_kind_of_loss(tmp_path, name):
     make, data = CASES[name]
     options, osdp = {"per_device_train_batch_size": 16}, {"hardware": "cpu", "compare": False}

@@ -25,6 +25,7 @@ from hf_osdp.tracing.describe import describe
 from tests.helpers.distributed import run_ranks
 from tests.helpers.hardware import host_of
 from tests.helpers.problems import problem
+from tests.helpers.sampling import slow_but
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 HOST = host_of(3 * 2**30, to_device=2e10, to_host=1e10, update=4.2e9)
@@ -62,7 +63,7 @@ FLAT, STAGED = PAIRS | {(Collective.ALL_REDUCE, 2, False)}, PAIRS | {(Collective
 
 @pytest.mark.parametrize(
     ("nodes", "expected"),
-    [(1, FLAT), pytest.param(2, STAGED | {(c, 4, True) for c in Collective}, marks=pytest.mark.slow)],
+    slow_but([(1, FLAT), (2, STAGED | {(c, 4, True) for c in Collective})], daily=()),
 )
 def test_measure_hardware_is_equal_on_all_ranks(nodes, expected):
     results = run_ranks(_measure_here, 2 * nodes, nodes=nodes)

@@ -49,6 +49,7 @@ def test_packed_model_computes_the_same_to_the_bit(options):
     assert expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_description_is_equal_before_after_packing_and_on_meta():
     model = adapted(base())
     options = {"sequence_length": SEQUENCE_LENGTH, "partial_recomputation": False}

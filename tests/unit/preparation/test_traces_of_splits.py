@@ -68,6 +68,7 @@ def test_split_of_head_is_described_as_by_own_traces(name, runs):
         assert shared == describe(model, sequence_length=16, split=split) and shared.recomputable
 
 
+@pytest.mark.slow
 def test_bytes_held_at_step_end_are_shared_by_splits(runs):
     """In bfloat16 this model frees the last block's output after the loss."""
     sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
@@ -88,6 +89,7 @@ def test_bytes_held_at_step_end_are_shared_by_splits(runs):
     assert shared == describe(model, sequence_length=16, split=split, compute_dtype=precision.compute)
 
 
+@pytest.mark.slow
 def test_plan_with_splits_takes_few_traces(runs):
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 2048, "n_positions": 32}
     model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))

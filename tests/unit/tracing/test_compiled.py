@@ -133,6 +133,7 @@ def described(*, compiled: bool) -> ModelDescription:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_compiled_blocks_save_less_and_move_less_than_eager_ones():
     eager, compiled = described(compiled=False), described(compiled=True)
     assert (eager.compiled_classes, compiled.compiled_classes) == ((), ("GPT2Block",))

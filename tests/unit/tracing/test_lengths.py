@@ -13,6 +13,7 @@ from hf_osdp.planner.affine import Affine, Envelope
 from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.lengths import _envelope, _OtherFormError, _same
 from tests.helpers.models import tiny_model
+from tests.helpers.sampling import slow_but
 
 
 class LoopLayer(nn.Module):
@@ -79,7 +80,7 @@ def extends(monkeypatch):
 
 
 @pytest.mark.usefixtures("extends")
-@pytest.mark.parametrize("chunk, shortest", [(1, 6), pytest.param(8, 10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("chunk, shortest", slow_but([(1, 6), (8, 10)], daily=()))
 def test_looping_model_is_described_from_short_samples_to_the_byte(chunk, shortest, monkeypatch):
     found = described(LoopModel(chunk))
     assert f"extended from {shortest}, " in found.trace
