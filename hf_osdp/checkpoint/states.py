@@ -299,11 +299,24 @@ def stage_loop(
 
     def save_rest() -> None:
         for name, owner in others.items():
-            torch.save(owner.state_dict(), staging.path / name)
-        torch.save(dict(progress), staging.path / PROGRESS_NAME)
-        load_file(staging.path / PROGRESS_NAME, numpy=True)  # fail now if it could not be read on resuming
+            save_plain(staging.path / name, owner.state_dict(), type(owner).__name__)
+        save_plain(staging.path / PROGRESS_NAME, dict(progress), "save_checkpoint's progress")
 
     on_first_rank(save_rest)
+
+
+def save_plain(path: Path, state: object, owner: str) -> None:
+    """Write a state; raise CheckpointError, which names its owner, if it could not be read again without unpickling
+    code.
+    """
+    torch.save(state, path)
+    try:
+        load_file(path, numpy=True)
+    except CheckpointError:
+        raise CheckpointError(
+            f"The state of {owner} holds more than tensors and plain values, and could not be read again; let it hold"
+            " numbers, text, lists, dicts and tensors."
+        ) from None
 
 
 def load_loop(

@@ -133,6 +133,11 @@ class Case:
         if host is None and request.device and (request.config.asked or request.host_memory):
             alone = replace(preset(request.device), host=assumed_host(request.device))
             host = alone.scaled(devices_per_node=hardware.devices_per_node).host
+        if host is None and request.host_memory:
+            raise ValueError(
+                f"--host-memory {request.host_memory} has no effect, since the profile has no host; leave it out, or"
+                " profile the machine again."
+            )
         if host is not None and request.host_memory:
             given = parse_limit(request.host_memory, name="--host-memory")
             host = replace(
@@ -209,7 +214,7 @@ class Case:
         """
         from ..modeling.build import build_on_meta, with_lora
         from ..modeling.quantized import pack, quantize
-        from ..sharding.environment import hold_master_weights
+        from ..sharding.environment import prepare_precision
 
         request = self.request
         model, precision = build_on_meta(model_config, request.auto_class), Precision.named(self.precision)
@@ -217,7 +222,7 @@ class Case:
             quantize(model, request.quantize, precision.compute)
         if request.lora_rank is not None:
             model = with_lora(model, request.lora_rank, names_in(request.lora_targets))
-        hold_master_weights(model, precision)
+        prepare_precision(model, precision)
         return pack(model)
 
     @cached_property

@@ -52,11 +52,19 @@ def _answers(case: Case, processes: Executor) -> Iterator[Answer]:
     now = Answer(question="now", change=f"limit {format_bytes(problem.memory_limit_bytes)}", problem=problem)
     yield _without_plan(now, outcome) if isinstance(outcome, InfeasibleError) else replace(now, plan=outcome)
     lengths, pending = OtherLengths(case), list[Future[Answer]]()
-    for question in (one_more_device, twice_the_memory, lengths.half, lengths.longest):
-        pending.append(processes.submit(answered, question(problem)))
+    for ask in (one_more_device, twice_the_memory, lengths.half_the_sequence, lengths.longest_sequence):
+        pending.append(processes.submit(answered, _asked(ask, problem)))
         while pending and pending[0].done():
             yield pending.pop(0).result()
     yield from (future.result() for future in pending)
+
+
+def _asked(ask: Callable[[PlanningProblem], Answer], problem: PlanningProblem) -> Answer:
+    """Return a question; with the reason if it cannot be asked, such as of a machine that was measured alone."""
+    try:
+        return ask(problem)
+    except (OSDPError, ValueError) as error:
+        return Answer(question=ask.__name__.replace("_", " "), change="", reason=str(error))
 
 
 def answered(question: Answer) -> Answer:
@@ -159,13 +167,13 @@ class OtherLengths:
         self._case, self._config = case, case.model_config
         self._at = cache(self._described)
 
-    def half(self, problem: PlanningProblem) -> Answer:
+    def half_the_sequence(self, problem: PlanningProblem) -> Answer:
         question, length = "half the sequence", problem.description.sequence_length // 2
         if length < 1:
             return Answer(question=question, change="", reason="a sample of one token has no half")
         return self._timed(Answer(question=question, change=f"{length} tokens", problem=self._at(problem, length)))
 
-    def longest(self, problem: PlanningProblem) -> Answer:
+    def longest_sequence(self, problem: PlanningProblem) -> Answer:
         """Ask for the longest sample that fits; tables of positions are enlarged if necessary."""
         question, now = "longest sequence", problem.description.sequence_length
         half = max(1, now // 2)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,7 +34,14 @@ from ..checkpoint.folders import Manifest, numbered_checkpoints, remove_checkpoi
 from ..checkpoint.layouts import find_model, is_of_one_process
 from ..checkpoint.resume import check_checkpoint, last_checkpoint, warn_of_changes
 from ..checkpoint.safe import load_file
-from ..checkpoint.states import Stateful, load_model, load_optimizer, load_random_states, save_model, save_optimizer
+from ..checkpoint.states import (
+    load_model,
+    load_optimizer,
+    load_random_states,
+    save_model,
+    save_optimizer,
+    save_plain,
+)
 from ..checkpoint.writer import CheckpointWriter, Staging, on_first_rank
 from ..distributed.consensus import on_rank_zero, require_same
 from ..errors import CheckpointError
@@ -77,7 +85,8 @@ class AcceleratorCheckpoints(Accelerator):
                 self._save_sharded(staging)
                 hidden |= {"_models": [], "_optimizers": [], "_save_model_state_pre_hook": {}}
             for index, obj in enumerate(self._custom_objects):
-                _save_custom_state(obj, staging.path, index)
+                owner = f"{type(obj).__name__}, registered for checkpointing,"
+                on_first_rank(partial(save_plain, _custom_file(staging.path, index), obj.state_dict(), owner))
             naming = replaced(self.project_configuration, automatic_checkpoint_naming=False)
             with naming, replaced(self, **hidden):
                 super().save_state(str(staging.path), safe_serialization, **kwargs)  # files of one rank come last
@@ -230,24 +239,6 @@ class _Counted(list[Any]):
 
 def _custom_file(folder: Path, index: int) -> Path:
     return folder / f"custom_checkpoint_{index}.pkl"
-
-
-def _save_custom_state(obj: Stateful, folder: Path, index: int) -> None:
-    """Write a registered object's state, and check now that it can be read again without unpickling code."""
-    file = _custom_file(folder, index)
-
-    def save() -> None:
-        torch.save(obj.state_dict(), file)
-        try:
-            load_file(file, numpy=True)
-        except CheckpointError:
-            raise CheckpointError(
-                f"The state of {type(obj).__name__}, registered for checkpointing, holds more than tensors and plain"
-                " values, and could not"
-                " be read again; let its state_dict return numbers, text, lists, dicts and tensors."
-            ) from None
-
-    on_first_rank(save)
 
 
 def keep_whole_positions(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:

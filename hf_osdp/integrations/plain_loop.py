@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from ..checkpoint.states import Stateful, load_loop, stage_loop
 from ..checkpoint.writer import CheckpointWriter
 from ..distributed.consensus import on_rank_zero, require_same
 from ..distributed.mesh import world_size
+from ..distributed.process_group import require_all
 from ..distributed.said_once import say_uncaught_once
 from ..errors import refuse_first
 from ..measurement.step_meter import LoopMeter, Observation
@@ -113,7 +113,7 @@ class OptimalShardedDataParallel(nn.Module):
         if isinstance(optimizer, str):
             optimizer = spec_of_trainer_name(optimizer, device_type=device.type)
         job = Job(
-            config=replace(config, compare=False),
+            config=config,
             world_size=world_size(),
             device_type=device.type,
             precision=precision,
@@ -220,6 +220,7 @@ class OptimalShardedDataParallel(nn.Module):
             raise ValueError(
                 f"{type(self.module).__name__} has no save_pretrained; save full_state_dict() with torch.save."
             )
+        require_all(f"{type(self.module).__name__}.save_pretrained")
         state = self.full_state_dict()
         on_rank_zero(lambda: self.module.save_pretrained(path, state_dict=state, **kwargs))  # type: ignore[operator]
 

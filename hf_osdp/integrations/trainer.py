@@ -22,7 +22,7 @@ from ..modeling.replaced import replaced
 from ..preparation.config import OSDPConfig
 from ..preparation.plan_run import PlannedRun
 from ..sharding.between_steps import AcrossLayouts, mixing_explained
-from ..sharding.environment import hold_master_weights
+from ..sharding.environment import prepare_precision
 from ..sharding.state import free_gathered
 from .accelerator import OSDPAccelerator
 from .announce import plan_and_announce
@@ -106,7 +106,7 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
         self._osdp = self.accelerator.plugin.osdp  # with what the launcher's options ask for
         try:
             job, rule = job_of_trainer(self, self._osdp, trains=trains, loader=loader)
-            hold_master_weights(self.model, job.precision)
+            prepare_precision(self.model, job.precision)
             with rule.explained():
                 self._run = plan_and_announce(self.model, job)
         except Exception:

@@ -68,6 +68,8 @@ class TrainerCheckpoints(transformers.Trainer):
             return
         run_dir = Path(self._get_output_dir(trial))
         folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        keeps_best = self.state.best_global_step and (best == folder or on_rank_zero(best.exists))
         with self.accelerator._writer.new(folder, **self._settings()) as staging:
             changed: dict[str, object] = {
                 "_get_output_dir": lambda trial: str(staging.path.parent),
@@ -76,7 +78,8 @@ class TrainerCheckpoints(transformers.Trainer):
             }
             with replaced(self, **changed):
                 super()._save_checkpoint(model, trial)
-            self._record_best_name(staging.path, folder)
+            if keeps_best:
+                self._record_best_name(staging.path, best)
             if self.args.save_only_model and self._writes_shards():  # stock then writes no weights
                 save_model(
                     staging.path,
@@ -102,14 +105,11 @@ class TrainerCheckpoints(transformers.Trainer):
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), folder / transformers.trainer.SCHEDULER_NAME)
 
-    def _record_best_name(self, staged: Path, folder: Path) -> None:
+    def _record_best_name(self, staged: Path, best: Path) -> None:
         """Write the final name of the best checkpoint into the saved state."""
-        if self.state.best_global_step:
-            best = folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
-            if best == folder or best.exists():
-                self.state.best_model_checkpoint = str(best)
-                if self.args.should_save:
-                    self.state.save_to_json(str(staged / TRAINER_STATE))
+        self.state.best_model_checkpoint = str(best)
+        if self.args.should_save:
+            self.state.save_to_json(str(staged / TRAINER_STATE))
 
     def _remove_old_checkpoints(self, run_dir: Path, new: Path | None = None) -> None:
         """Remove checkpoints over the limit: those of earlier trainings first, then the oldest, never the last
@@ -186,11 +186,14 @@ class TrainerCheckpoints(transformers.Trainer):
         disappear, and at the end of training all but the best may be removed here.
         """
         folder, best = Path(self._get_output_dir(None)), self.state.best_model_checkpoint
-        if best is None or Path(best).resolve().parent == folder.resolve():
-            return
-        here = folder / Path(best).name
-        self.state.best_model_checkpoint = str(here) if on_rank_zero(here.is_dir) else None
-        if self.state.best_model_checkpoint is None and self.is_world_process_zero():
+
+        def inside() -> str | None:
+            if best is None or Path(best).resolve().parent == folder.resolve():
+                return best
+            return str(here) if (here := folder / Path(best).name).is_dir() else None
+
+        self.state.best_model_checkpoint = on_rank_zero(inside)  # other ranks may see other folders
+        if best is not None and self.state.best_model_checkpoint is None and self.is_world_process_zero():
             _log.warning(
                 "The best checkpoint so far, %s, is not in %s, so it will not be loaded; to keep it, copy it there.",
                 best, folder,

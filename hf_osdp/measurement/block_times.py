@@ -22,7 +22,7 @@ from ..modeling.build import build_on_meta, checkpoint_blocks, disable_cache
 from ..modeling.units import modules_by_name
 from ..modeling.wrapping import frozen_norms_keep_dtype
 from ..planner.description import ModelDescription, Segment
-from ..planner.profile import COPIES, SegmentTimes, SegmentWork, TimePoint
+from ..planner.profile import COPIES, SegmentTimes, SegmentWork, TimePoint, segment_kind
 from ..tracing.block_forms import change_blocks
 from ..tracing.describe import describe
 from ..tracing.options import ModelRun
@@ -220,10 +220,7 @@ def _of_slowest_rank(passes: torch.Tensor, *, cores_shared: bool) -> torch.Tenso
 def _segment_times(description: ModelDescription, passes: Mapping[int, torch.Tensor]) -> tuple[SegmentTimes, ...]:
     kinds: dict[tuple[str, tuple[tuple[int, ...], ...], SegmentWork], list[int]] = {}
     for index, segment in enumerate(description.segments):
-        unit = description.units[segment.unit]
-        kinds.setdefault(
-            (unit.class_name, tuple(p.shape for p in unit.parameters), SegmentWork.of(segment)), []
-        ).append(index)
+        kinds.setdefault(segment_kind(description, segment), []).append(index)
 
     def point(size: int, members: list[int]) -> TimePoint:
         forward_s, backward_s = (trimmed_mean(phase.tolist()) for phase in passes[size][:, members].mean(1).unbind(1))

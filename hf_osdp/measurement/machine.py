@@ -153,6 +153,8 @@ def with_memory_of_now(hardware: Hardware, device: torch.device) -> Hardware:
     Collective.
     """
     available, reserved, _ = _memory_bytes(device, torch.cuda.memory_allocated(device) if device.type == "cuda" else 0)
+    if world_size() > 1:  # of the group of all ranks, if it has communicated
+        reserved -= hardware.device.communicator_bytes
     smallest, least, host = over_ranks([available, -reserved, memory_of_rank()[0]], dist.ReduceOp.MIN)
     return replace(
         hardware,

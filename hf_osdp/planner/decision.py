@@ -132,8 +132,8 @@ def layouts_for(
 
     `reshard_after_forward=None` allows both values; two stages need several whole nodes.
     """
-    fixed = {GatherSpan.STEP: False, GatherSpan.CALLS: True}.get(span, reshard_after_forward)
-    reshards = (True, False) if fixed is None else (fixed,)
+    asked = (True, False) if reshard_after_forward is None else (reshard_after_forward,)
+    reshards = dict.fromkeys(map(span.reshards, asked))
     sizes = [
         (size, stage)
         for size in shard_sizes

@@ -66,6 +66,10 @@ class GatherSpan(str, Enum):
     STEP = "step"
     """From the first use in forward to the end of backward: the root, and weights that embedding and head share."""
 
+    def reshards(self, asked: bool) -> bool:
+        """Return whether parameters are freed after forward; other spans than `USE` leave a layout no choice."""
+        return asked if self is GatherSpan.USE else self is GatherSpan.CALLS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:

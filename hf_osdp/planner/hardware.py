@@ -378,12 +378,9 @@ class Hardware:
         return next((timing for timing in self.timings if timing.key == (collective, group_size, crosses_nodes)), None)
 
 
-def check_margin(value: object, *, name: str = "memory_margin") -> float:
-    """Return a share of the memory limit as a float; ValueError, with its `name`, unless it is a number of at least
-    0 and below 1.
-    """
+def check_margin(value: object, *, name: str = "memory_margin") -> None:
+    """Raise a ValueError with its `name` unless a share of the memory limit is a number of at least 0 and below 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
         raise ValueError(
             f"{name}={value!r} must be the share of the limit that stays free, at least 0 and below 1, such as 0.06."
         )
-    return float(value)

@@ -14,7 +14,7 @@ from ..errors import PlanError
 from ..reading import parse_json, read_bytes
 from .block_forms import FORM_FIELDS, BlockForms
 from .decision import Batch, UnitDecision, UnitLayout, communicators_of
-from .description import GatherSpan, ModelDescription
+from .description import ModelDescription
 from .files import validated, write_whole
 from .hardware import MOST_RANKS
 from .split import WHOLE_BLOCKS, ModelSplit
@@ -216,7 +216,7 @@ class Plan(BlockForms):
         layouts = []
         for unit in description.units:
             layout = decisions[unit.fqn]
-            free = unit.span is GatherSpan.CALLS or (unit.span is GatherSpan.USE and layout.reshard_after_forward)
+            free = unit.span.reshards(layout.reshard_after_forward)
             reduces = layout.reduce_every_micro_step or self.accumulation_steps == 1
             layouts.append(replace(layout, reshard_after_forward=free, reduce_every_micro_step=reduces))
         return tuple(layouts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from ..quantities import whole_bytes
@@ -61,6 +61,8 @@ class PlanningProblem:
         object.__setattr__(self, "strategy", Strategy.parse(self.strategy))
         object.__setattr__(self, "memory_limit_bytes", whole_bytes(self.memory_limit_bytes))
         check_simplicity(self.simplicity)
+        precision = self.job.precision.on(self.hardware.world_size)
+        object.__setattr__(self, "job", replace(self.job, precision=precision))
 
     @property
     def room_bytes(self) -> int:

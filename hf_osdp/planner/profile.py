@@ -62,6 +62,14 @@ class SegmentWork:
         return highest
 
 
+def segment_kind(
+    description: ModelDescription, segment: Segment
+) -> tuple[str, tuple[tuple[int, ...], ...], SegmentWork]:
+    """Return what segments that take the same time have in common: the class of the unit, its shapes, the work."""
+    unit = description.units[segment.unit]
+    return unit.class_name, tuple(p.shape for p in unit.parameters), SegmentWork.of(segment)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimePoint:
     """Seconds of a segment at one micro-batch size, on the slowest rank."""
@@ -93,15 +101,10 @@ class SegmentTimes:
 
     def fits(self, description: ModelDescription, segment: Segment) -> bool:
         """Return whether the segment is of this kind."""
-        unit = description.units[segment.unit]
+        class_name, shapes, work = segment_kind(description, segment)
         mine = (self.class_name, self.parameter_shapes, self.sequence_length, self.compute_dtype)
-        theirs = (
-            unit.class_name,
-            tuple(p.shape for p in unit.parameters),
-            description.sequence_length,
-            description.compute_dtype,
-        )
-        return mine == theirs and self.work.difference(SegmentWork.of(segment)) <= _SAME_WORK
+        theirs = (class_name, shapes, description.sequence_length, description.compute_dtype)
+        return mine == theirs and self.work.difference(work) <= _SAME_WORK
 
     def linear(self, phase: str) -> Affine:
         """Return the seconds of `forward_s` or `backward_s` against samples, fitted to the measured sizes."""

@@ -16,7 +16,7 @@ from ..measurement.timing import over_ranks
 from ..planner.cost.timing import phase_affine
 from ..planner.description import GatherSpan, ModelDescription, Segment
 from ..planner.hardware import Hardware
-from ..planner.profile import COPIES, BlockTimes, SegmentWork
+from ..planner.profile import COPIES, BlockTimes, segment_kind
 from ..quantities import format_bytes, format_seconds
 from .cache import timed_once
 
@@ -73,8 +73,7 @@ def _timed_part(description: ModelDescription) -> list[Segment]:
     seen: Counter[Hashable] = Counter()
     part = []
     for segment in description.segments:
-        unit = description.units[segment.unit]
-        kind = (unit.class_name, tuple(p.shape for p in unit.parameters), SegmentWork.of(segment))
+        kind = segment_kind(description, segment)
         seen[kind] += 1
         if seen[kind] <= COPIES:
             part.append(segment)

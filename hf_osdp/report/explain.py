@@ -13,12 +13,10 @@ from ..planner.cost.memory import bytes_needed
 from ..planner.cost.timing import ACTIVATIONS, UnitTimer
 from ..planner.decision import UnitLayout
 from ..planner.description import ModelDescription
-from ..planner.hardware import Hardware
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.search.search import search
 from ..planner.search.strategies import search_spaces
-from ..planner.training_job import TrainingJob
 from .plan_file import PlanInputs
 from .tables import PlanRow, plan_rows
 
@@ -123,7 +121,7 @@ def explain(plan: Plan, inputs: PlanInputs) -> Explanation:
     found = replace(
         found,
         outside=estimate.memory.outside(hardware),
-        streams=stream_times(plan, description, inputs.job, hardware),
+        streams=stream_times(estimate),
         reasons=tuple(map(reasons.of, plan_rows(plan, description))),
     )
     if limit is None:
@@ -134,18 +132,16 @@ def explain(plan: Plan, inputs: PlanInputs) -> Explanation:
     return replace(found, margin_bytes=limit - hardware.room_bytes(limit), bottleneck=bottleneck)
 
 
-def stream_times(
-    plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware
-) -> tuple[StreamTime, ...]:
+def stream_times(estimate: PlanEstimate) -> tuple[StreamTime, ...]:
     """Return seconds of a step by kind of work; collectives in two stages count as those in one."""
-    layouts, timer = plan.layouts(description), UnitTimer(description, hardware, job, plan.batch)
+    time, streams = estimate.time, estimate.streams
+    assert time is not None and streams is not None
     totals = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce"), (0.0, 0.0))
-    for stream, (more_s, more_exposed_s) in timer.streams(layouts).items():
+    for stream, (more_s, more_exposed_s) in streams.items():
         if more_s or stream != ACTIVATIONS:
             name = str.removeprefix(stream, "two_stage_").replace("_", "-")
             total_s, exposed_s = totals.get(name, (0.0, 0.0))
             totals[name] = total_s + more_s, exposed_s + more_exposed_s
-    time = timer.estimate(layouts)
     compute, copies, optimizer = (time.total(term) for term in ("compute_s", "copy_s", "optimizer_s"))
     named = {"compute": (compute, compute), **totals, "copies": (copies, copies), "optimizer": (optimizer, optimizer)}
     return tuple(StreamTime(name=name, total_s=total, exposed_s=exposed) for name, (total, exposed) in named.items())

@@ -83,7 +83,7 @@ def plan_chart(plan: Plan, inputs: PlanInputs, estimate: PlanEstimate, *, width:
     """
     hardware, memory, charts = inputs.hardware, estimate.memory, []
     if hardware is not None:
-        charts.append(_time_chart(stream_times(plan, inputs.description, inputs.job, hardware), width))
+        charts.append(_time_chart(stream_times(estimate), width))
     reserved = 0 if hardware is None else hardware.outside_bytes(memory.communicators)
     chart = alt.vconcat(_memory_chart(memory, reserved, plan.memory_limit_bytes, width), *charts).resolve_scale(
         color="independent"

@@ -190,14 +190,8 @@ def _set_collectives(module: nn.Module, decision: UnitDecision, meshes: Meshes) 
 
 
 def effective(decision: UnitDecision, unit: UnitDescription) -> UnitDecision:
-    """Return the decision as FSDP2 receives it: units in use for the whole step stay gathered, units of single
-    calls never do.
-    """
-    return (
-        decision
-        if unit.span is GatherSpan.USE
-        else replace(decision, reshard_after_forward=unit.span is GatherSpan.CALLS)
-    )
+    """Return the decision as FSDP2 receives it."""
+    return replace(decision, reshard_after_forward=unit.span.reshards(decision.reshard_after_forward))
 
 
 def bottom_up(units: tuple[UnitDescription, ...]) -> tuple[UnitDescription, ...]:

@@ -48,12 +48,8 @@ def training_device() -> torch.device:
 
 
 def prepare_model(model: nn.Module, precision: Precision) -> None:
-    """Hold master weights in float32, keep what frozen norms return in 16 bits, and disable the key-value cache, which
-    only takes memory in training.
-    """
-    hold_master_weights(model, precision)
-    if precision.compute is not None and not precision.autocast:
-        frozen_norms_keep_dtype(model)
+    """Prepare for the precision, and disable the key-value cache, which only takes memory in training."""
+    prepare_precision(model, precision)
     if disable_cache(model):
         _log.info(
             "%s.config.use_cache is now False: the key-value cache only takes memory in training.",
@@ -61,10 +57,14 @@ def prepare_model(model: nn.Module, precision: Precision) -> None:
         )
 
 
-def hold_master_weights(model: nn.Module, precision: Precision) -> None:
-    """Hold trainable parameters and the statistics of their batch norms in float32 if training computes in 16 bits."""
+def prepare_precision(model: nn.Module, precision: Precision) -> None:
+    """If training computes in 16 bits, hold trainable parameters and the statistics of their batch norms in float32,
+    and let frozen norms return 16 bits.
+    """
     if precision.compute not in (DType.BFLOAT16, DType.FLOAT16):
         return
+    if not precision.autocast:
+        frozen_norms_keep_dtype(model)
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype in _HALF:
             parameter.data = parameter.data.float()

@@ -170,8 +170,7 @@ def prepare_new_optimizers(model: nn.Module, bind: Callable[[nn.Module, torch.op
             check_optimizer(optimizer, partial)
         else:
             kind_of(optimizer).known()  # refuses options that no step supports
-        if not interceptor_of(optimizer).host:
-            step_by_device(optimizer, host)
+        step_by_device(optimizer, host)
         if (owner := of()) is not None:
             bind(owner, optimizer)
         prepared.add(optimizer)

@@ -75,7 +75,8 @@ class FusedGraph:
         self._sources: dict[fx.Node, Nodes] = {}
         """For each value that a kernel computes, the buffers and inputs that it is computed from."""
         kernels = self._grouped()
-        orders = [self._with_frees(order(kernels, self._returned)) for order in (_in_graph_order, _least_memory_first)]
+        by_graph, by_memory = _scheduled(kernels, lambda kernel: 0), _least_memory_first(kernels, self._returned)
+        orders = [self._with_frees(order) for order in (by_graph, by_memory)]
         self.kernels = min(
             orders, key=functools.partial(peak_bytes, in_place=False)
         )  # of equal peaks the first, as Inductor does
@@ -196,11 +197,6 @@ class FusedGraph:
     def _is_joinable(self, node: fx.Node) -> bool:
         """Return whether a node's readers may run in its kernel."""
         return self._is_fused(node) and not (_is_reduction(node) and not _is_row_reduction(node))
-
-
-def _in_graph_order(kernels: Sequence[FusedKernel], returned: Collection[fx.Node]) -> list[FusedKernel]:
-    """Order kernels by their first node in the graph."""
-    return _scheduled(kernels, lambda kernel: 0)
 
 
 def _least_memory_first(kernels: Sequence[FusedKernel], returned: Collection[fx.Node]) -> list[FusedKernel]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..modeling.activations import host_memory
+from ..modeling.replaced import replaced
 from ..modeling.wrapping import SkippableMode
 from ..planner.cost.placement import pinned_bytes
 from .kernel_scratch import KernelScratch, Processors, kernel_scratch
@@ -115,22 +116,23 @@ class MemoryTracker(SkippableMode):
 
     def __enter__(self) -> MemoryTracker:
         self._fake_mode = active_fake_mode()
-        self._stock_resize = torch.UntypedStorage.resize_
+        stock = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> object:  # not an operator, so no mode sees it
-            result = self._stock_resize(storage, size)
+            result = stock(storage, size)
             on_device = self._device_type is None or storage.device.type == self._device_type
             if storage._cdata in self._storages or (on_device and storage.device.type != "meta"):
                 self._update(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment,method-assign]
+        self._resizing = ExitStack()
+        self._resizing.enter_context(replaced(torch.UntypedStorage, resize_=resize_))
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        torch.UntypedStorage.resize_ = self._stock_resize  # type: ignore[method-assign]
+        with self._resizing:
+            super().__exit__(*exception)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -7,7 +7,9 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import TrainingArguments
 
+from hf_osdp import OSDPConfig, Trainer
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import CheckpointingError
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
@@ -106,6 +108,32 @@ def test_batch_norm_stays_in_float32():
     model.backward(model(pixel_values=torch.randn(4, 3, 32, 32), labels=torch.tensor([0, 1, 2, 3])).loss)
     assert seen == {(torch.float32, torch.float32, torch.bfloat16, torch.bfloat16)}
     assert norms and all(module.weight.grad.dtype is torch.float32 for module in norms)
+
+
+class FrozenBatchNorm2d(torch.nn.Module):
+    """As detection backbones have it: buffers in float32, which raise what it returns to float32."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((1, channels, 1, 1), 0.5))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.scale
+
+
+@pytest.mark.on_ranks(2, init=False)
+def test_trainer_in_bf16_trains_a_model_with_frozen_norms(tmp_path):
+    model = tiny_architecture("ResNetForImageClassification").float()
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, torch.nn.BatchNorm2d):
+                setattr(module, name, FrozenBatchNorm2d(child.num_features))
+    rows = [{"pixel_values": torch.randn(3, 32, 32), "labels": number % 4} for number in range(4)]
+    args = TrainingArguments(
+        str(tmp_path), max_steps=1, per_device_train_batch_size=2, bf16=True, use_cpu=True, report_to="none"
+    )
+    osdp = OSDPConfig(strategy="fsdp", hardware="cpu", time_blocks=False, compare=False)
+    assert Trainer(model, args, train_dataset=rows, osdp=osdp).train().training_loss > 0
 
 
 def test_batch_norms_are_own_units_under_low_precision_alone():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from hf_osdp.errors import DescriptionError, OSDPError, PlanError
+from hf_osdp.distributed import process_group
+from hf_osdp.errors import CheckpointError, DescriptionError, OSDPError, PlanError
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.presets import preset
@@ -101,6 +104,7 @@ def test_parallel_plans_by_itself(world_size):
     parallel = OptimalShardedDataParallel(tiny_model(MODEL), OSDPConfig(memory_limit="1GiB", **run))
     assert (parallel.plan.world_size, parallel.plan.global_batch_size) == (world_size, SAMPLES)
     assert dist.get_rank() or parallel.report.plan == parallel.plan
+    assert dist.get_rank() or {row.label for row in parallel._run.comparison} >= {"osdp", "ddp"}
     parallel.backward(tiny_loss(parallel, my_batch(world_size)))
     alone = tiny_model(MODEL)
     tiny_loss(alone, tiny_batch(0)).backward()
@@ -172,3 +176,22 @@ def test_model_that_cannot_be_saved_says_what_to_do():
         parallel.save_pretrained("nowhere")
     with pytest.raises(OSDPError):
         OptimalShardedDataParallel(model, OSDPConfig(plan=plan_of(find_units(model), 2, "zero3"), **run))
+
+
+class OddState:
+    def state_dict(self) -> dict[str, object]:
+        return {"folder": Path()}
+
+
+@pytest.mark.on_ranks(2)
+def test_saving_is_refused_of_one_rank_and_of_what_could_not_be_read(tmp_path):
+    parallel, process_group.ALL_CALL_S = sharded(2, "zero3"), 1.0
+    if dist.get_rank() == 0:
+        with pytest.raises(OSDPError, match="save_pretrained gathers a sharded model"):
+            parallel.save_pretrained(tmp_path / "alone")
+    dist.barrier()
+    optimizer = torch.optim.SGD(parallel.parameters())
+    for more in ({"scheduler": OddState()}, {"progress": {"folder": Path()}}):
+        with pytest.raises(CheckpointError, match=r"The state of .* could not be read again"):
+            parallel.save_checkpoint(tmp_path / "checkpoint", optimizer, **more)
+    assert not (tmp_path / "checkpoint").exists()

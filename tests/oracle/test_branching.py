@@ -12,7 +12,7 @@ from hf_osdp.planner.search.integer_model import IntegerModel
 from hf_osdp.planner.search.pattern import Pattern
 from hf_osdp.planner.search.program import Program
 from hf_osdp.planner.search.search import least_memory, search
-from hf_osdp.planner.search.solver import any_within, fastest
+from hf_osdp.planner.search.solver import BranchAndBound, any_within
 from hf_osdp.planner.search.strategies import batches, search_spaces
 from hf_osdp.planner.search.timeline import BatchCosts, build_timeline
 from hf_osdp.planner.training_job import TrainingJob
@@ -62,16 +62,16 @@ def test_fastest_is_the_optimum_of_the_whole_program(monkeypatch, seed, broken):
     whole.minimize_seconds(scale)
     best = whole.solve()
     BREAKS[broken](monkeypatch)
-    found = fastest(timeline, job, limit)
+    found = BranchAndBound(timeline, job, limit).run()
     assert found.proven and found.objective == pytest.approx(best[1] / scale, rel=2e-7)
-    assert fastest(timeline, job, limit, cutoff_s=found.objective * (1 - 1e-6)) is None
+    assert BranchAndBound(timeline, job, limit).run(found.objective * (1 - 1e-6)) is None
 
 
 @pytest.mark.parametrize("seed", slow_but(range(8), daily=(0, 5)))
 def test_pattern_of_a_plan_refuses_no_plan_with_it(seed):
     """With a plan's counts of classes required, exactly and as bounds, the relaxation is no dearer than the plan."""
     timeline, job, limit = question(seed)
-    found = fastest(timeline, job, limit)
+    found = BranchAndBound(timeline, job, limit).run()
     for exactly, cap in itertools.product((True, False), (1, 2)):
         patterns = {}
         for units, group in rows(timeline).items():
@@ -109,7 +109,7 @@ def test_no_plan_costs_less_than_bound_and_its_options(times_the_least):
     for batch in batches(job, hardware.world_size):
         *_, space = search_spaces(problem(description, hardware, job), batch)
         timeline = build_timeline(BatchCosts(problem(description, hardware, job), batch), space)
-        if (found := fastest(timeline, job, limit)) is None:
+        if (found := BranchAndBound(timeline, job, limit).run()) is None:
             continue  # nothing fits at this batch
         program = Program(timeline, job, limit, linear=True)
         program.minimize_seconds(steps(timeline))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.memory import estimate_memory
-from hf_osdp.planner.cost.moments import SegmentBytes, gathered_ahead, resident_bytes
+from hf_osdp.planner.cost.moments import SegmentBytes, all_kinds, gathered_ahead, resident_bytes
 from hf_osdp.planner.cost.units import merged_gradients, reduce_input, unit_bytes
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import GatherSpan, ModelDescription, Segment
@@ -254,4 +254,4 @@ def test_estimate_of_no_unit_is_empty():
 def test_resident_bytes_are_buffers_batch_outputs_and_the_correction(holds_outputs):
     description = replace(at_random(0, kinds=1, blocks=1), **RESIDENT)
     job = TrainingJob(global_batch_size=3, holds_outputs=holds_outputs, correction_bytes=77)
-    assert resident_bytes(description, job, 3) == 13 + 3 * 17 + (3 * 19 if holds_outputs else 0) + 77
+    assert resident_bytes(description, job, 3, all_kinds) == 13 + 3 * 17 + (3 * 19 if holds_outputs else 0) + 77

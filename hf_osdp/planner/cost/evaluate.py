@@ -19,9 +19,14 @@ class PlanEstimate:
 
     memory: MemoryEstimate
     time: TimeEstimate | None = None
-    """None without hardware, as `collectives`."""
-    collectives: Mapping[Collective, float] | None = None
-    """Seconds in each collective per optimizer step, overlapped with compute or not."""
+    """None without hardware, as `streams`."""
+    streams: Mapping[str, tuple[float, float]] | None = None
+    """Seconds of an optimizer step in each collective and in copies, all and exposed; see `UnitTimer.streams`."""
+
+    @property
+    def collectives(self) -> dict[Collective, float] | None:
+        """Seconds in each collective per optimizer step, overlapped with compute or not."""
+        return None if self.streams is None else {kind: self.streams[kind][0] for kind in Collective}
 
 
 def estimate_plan(
@@ -36,9 +41,4 @@ def estimate_plan(
     if hardware is None:
         return PlanEstimate(memory=memory)
     timer = UnitTimer(description, hardware, job, plan.batch)
-    streams = timer.streams(layouts)
-    return PlanEstimate(
-        memory=memory,
-        time=timer.estimate(layouts),
-        collectives={kind: streams[kind][0] for kind in Collective},
-    )
+    return PlanEstimate(memory=memory, time=timer.estimate(layouts), streams=timer.streams(layouts))

@@ -227,10 +227,8 @@ def step_moments(
         optimizer=sum(u.optimizer for u in units),
         gradients=sum(u.gradients_held for u in units),
         gathered=sum(units[i].gathered for i in whole_step),
-        model_buffers=_model_buffers(description, batch.micro_batch_size),
-        held_outputs=_held_outputs(description, job, batch.micro_batch_size),
-        correction=job.correction_bytes,
     )
+    level = level + resident_bytes(description, job, batch.micro_batch_size, of)
     buffer = max((units[i].gather_buffer for i in whole_step), default=0)
     for i in whole_step:
         if copy_out := units[i].copy_out:
@@ -283,20 +281,15 @@ def combined_scratch(job: TrainingJob, scratch: Sequence[int]) -> int:
     return max(scratch, default=0) if job.optimizer.step is OptimizerStep.FOR_LOOP else sum(scratch)
 
 
-def resident_bytes(description: ModelDescription, job: TrainingJob, samples: int) -> int:
+def resident_bytes(description: ModelDescription, job: TrainingJob, samples: int, of: Callable[..., Bytes]) -> Bytes:
     """Return the bytes that do not depend on layouts: the module's buffers, the batch, outputs that the loop holds,
-    and the correction.
+    and the correction; `of` makes bytes of kinds.
     """
-    outputs = _held_outputs(description, job, samples)
-    return _model_buffers(description, samples) + outputs + job.correction_bytes
-
-
-def _model_buffers(description: ModelDescription, samples: int) -> int:
-    return description.buffer_bytes + description.other_bytes + description.input_bytes.bytes(samples)
-
-
-def _held_outputs(description: ModelDescription, job: TrainingJob, samples: int) -> int:
-    return description.output_bytes.bytes(samples) if job.holds_outputs else 0
+    return of(
+        model_buffers=description.buffer_bytes + description.other_bytes + description.input_bytes.bytes(samples),
+        held_outputs=description.output_bytes.bytes(samples) if job.holds_outputs else 0,
+        correction=job.correction_bytes,
+    )
 
 
 def calls_of(description: ModelDescription) -> dict[int, list[int]]:

@@ -191,8 +191,7 @@ class UnitTimer:
 
     def _queue_of(self, unit: UnitDescription, layout: UnitLayout) -> tuple[float, float]:
         """Return `queue_seconds` of a unit, less the time in which the device copies: the CPU goes on meanwhile."""
-        if unit.span is GatherSpan.STEP:
-            layout = replace(layout, reshard_after_forward=False)
+        layout = replace(layout, reshard_after_forward=unit.span.reshards(layout.reshard_after_forward))
         forward, backward = queue_seconds(unit, layout, self._hardware, self._job, self._batch)
         if not forward + backward:
             return 0.0, 0.0

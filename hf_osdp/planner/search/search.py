@@ -53,15 +53,11 @@ def search(problem: PlanningProblem) -> SearchResult:
         InfeasibleError: no plan fits; it gives the tightest possible limit and remedies.
         ValueError: the world size does not divide the global batch.
     """
-    problem = replace(
-        problem, job=replace(problem.job, precision=problem.job.precision.on(problem.hardware.world_size))
-    )
     searched = _searched(problem)
-    found = searched.simplest(problem.simplicity)
-    if found is None:
+    if searched.simplest is None:
         least = searched.least()
         raise infeasible_error(problem, least.plan, least.memory)
-    return found
+    return searched.simplest
 
 
 def search_or_floor(problem: PlanningProblem, *, cutoff_s: float = math.inf) -> SearchResult | int:
@@ -126,9 +122,12 @@ class _Search:
             self._found, self._fastest = solved
         return self._found if self._found is not None and self._found.time.step_s < cutoff_s else None
 
-    def simplest(self, simplicity: float) -> SearchResult | None:
-        """Return the plan of fewest parts whose step is longer than the fastest plan's by at most this share."""
-        best, fastest = self.best(), self._fastest
+    @functools.cached_property
+    def simplest(self) -> SearchResult | None:
+        """The plan of fewest parts whose step is longer than the fastest plan's by at most the `simplicity` asked
+        for.
+        """
+        best, fastest, simplicity = self.best(), self._fastest, self._problem.simplicity
         if best is None or fastest is None or not simplicity or self._problem.strategy is not Strategy.OSDP:
             return best
         cutoff_s = best.time.step_s * (1 + simplicity)

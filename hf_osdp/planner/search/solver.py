@@ -60,11 +60,6 @@ class Solution:
         return self.bound >= self.objective
 
 
-def fastest(timeline: Timeline, job: TrainingJob, limit_bytes: int, *, cutoff_s: float = math.inf) -> Solution | None:
-    """Return the fastest layouts with every moment within the limit; see `BranchAndBound.run`."""
-    return BranchAndBound(timeline, job, limit_bytes).run(cutoff_s)
-
-
 def any_within(
     timeline: Timeline, job: TrainingJob, limit_bytes: int, most_work: float = math.inf
 ) -> dict[int, UnitLayout] | None:

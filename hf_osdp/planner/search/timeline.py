@@ -188,7 +188,7 @@ def build_timeline(costs: BatchCosts, space: Space) -> Timeline:
         parts=tuple(_parts(costs, space, others)),
         whole_step=tuple(group for i, group in rest.items() if spans[i] is GatherSpan.STEP),
         idle=tuple(group for i, group in rest.items() if spans[i] is not GatherSpan.STEP),
-        model_bytes=resident_bytes(problem.description, problem.job, costs.batch.micro_batch_size),
+        model_bytes=resident_bytes(problem.description, problem.job, costs.batch.micro_batch_size, all_kinds),
         host_limit_bytes=0 if hardware.host is None else hardware.host.memory_bytes,
         communicator_bytes=hardware.device.communicator_bytes,
     )

@@ -298,6 +298,15 @@ def test_host_of_a_workstation_is_assumed_and_its_memory_given(model):
     assert done.exit_code == 0 and "of 64.0 GiB per machine (assumed: a workstation" in " ".join(done.stdout.split())
 
 
+def test_memory_of_a_host_that_a_profile_does_not_have_is_refused(model, tmp_path):
+    (tmp_path / "profile.json").write_text(Profile(hardware=preset("titan-rtx")).to_json())
+    sizes = ("--sequence-length", 32, "--global-batch-size", 32, "--profile", tmp_path / "profile.json")
+    refused = call("plan", model, *sizes, "--host-memory", "64GiB")
+    assert (
+        refused.exit_code == 2 and "--host-memory 64GiB has no effect, since the profile has no host" in refused.stderr
+    )
+
+
 def test_plan_says_tokens_and_utilisation(model, description):
     done = " ".join(call("plan", model, *WHOLE, "--precision", "fp16").stdout.split())
     share = re.search(r"utilisation (\d+)% of 130 TFLOP/s in float16", done)

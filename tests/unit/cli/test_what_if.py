@@ -13,7 +13,7 @@ from hf_osdp.cli import what_if
 from hf_osdp.cli.cases import Case
 from hf_osdp.cli.options import Request
 from hf_osdp.cli.output import Output
-from hf_osdp.cli.what_if import OtherLengths, answered, largest, needed_bytes, one_more_device
+from hf_osdp.cli.what_if import OtherLengths, _asked, answered, largest, needed_bytes, one_more_device
 from hf_osdp.planner.hardware import Collective, CollectiveTiming
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem, Strategy
@@ -88,6 +88,13 @@ def test_one_more_device_fills_micro_steps_and_says_what_changes(hardware, batch
     assert one_more_device(asked).problem.hardware == preset("titan-rtx", devices_per_node=2).with_margin(0.5)
 
 
+def test_question_that_cannot_be_asked_is_a_row_with_the_reason():
+    unknown = replace(FOUR.intra_node, assumed=True)  # as of a machine that one process measured
+    alone = replace(FOUR, devices_per_node=1, intra_node=unknown, inter_node=unknown)
+    row = answered(_asked(one_more_device, replace(PROBLEM, hardware=alone)))
+    assert (row.question, row.plan) == ("one more device", None) and "is not known" in row.reason, row.reason
+
+
 def test_answer_is_the_search_or_what_it_would_need():
     row = answered(Answer(question="now", change="", problem=PROBLEM))
     assert row.plan == search(PROBLEM).plan
@@ -138,7 +145,7 @@ def lengths_of(config) -> tuple[OtherLengths, PlanningProblem]:
 def test_longest_sequence_raises_positions_and_says_so(monkeypatch):
     monkeypatch.setattr(what_if, "_LONGEST", 64)
     lengths, problem = lengths_of(CONFIGS["roberta"])  # which counts positions from after its padding index
-    row = answered(lengths.longest(problem))
+    row = answered(lengths.longest_sequence(problem))
     assert row.plan.sequence_length == 64
     assert row.change == "64 tokens or more, max_position_embeddings raised to it"
     with pytest.raises(ValueError, match="positions"):
@@ -148,5 +155,5 @@ def test_longest_sequence_raises_positions_and_says_so(monkeypatch):
 @pytest.mark.slow
 def test_model_without_tokens_has_no_longest_sequence():
     lengths, problem = lengths_of(CONFIGS["vit"])
-    row = answered(lengths.longest(problem))
+    row = answered(lengths.longest_sequence(problem))
     assert row.plan is None and "do not depend on it" in row.reason

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_osdp.errors import HardwareError
-from hf_osdp.measurement import rates, timing
+from hf_osdp.measurement import machine, rates, timing
 from hf_osdp.measurement.machine import measure_hardware, measure_profile
 from hf_osdp.measurement.memory_limits import MemoryLimit, memory_limits, rank_share, tightest
 from hf_osdp.planner.description import DType
@@ -70,6 +70,16 @@ def test_measure_hardware_is_equal_on_all_ranks(nodes, expected):
     text, shape, sizes, positive = results[0]
     assert all(result[0] == text for result in results)
     assert (shape, sizes, positive) == ((nodes, 2), expected, True)
+
+
+def test_memory_of_now_does_not_count_the_communicator_of_all_ranks(monkeypatch):
+    earlier = preset("rtx-4090", devices_per_node=2)
+    earlier = replace(earlier, device=replace(earlier.device, reserved_bytes=500, communicator_bytes=100))
+    monkeypatch.setattr(machine, "world_size", lambda: 2)
+    monkeypatch.setattr(machine, "over_ranks", lambda values, op: values)
+    for seen, planned in ((550, 500), (620, 520)):
+        monkeypatch.setattr(machine, "_memory_bytes", lambda *given, seen=seen: (10**9, seen, ""))
+        assert machine.with_memory_of_now(earlier, CPU).device.reserved_bytes == planned
 
 
 def test_measurements_raise_for_bad_requests():

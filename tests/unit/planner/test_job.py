@@ -63,6 +63,11 @@ def test_precision_names_give_gathered_and_reduced_dtypes():
     autocast, kept = Precision.named("bf16", autocast=True), replace(WEIGHT, keeps_dtype=True)
     assert autocast.gathered_dtype(WEIGHT) is Precision.named("bf16").reduced_dtype(kept) is DType.FLOAT32
     assert autocast.on(1) == autocast and autocast.on(2) == Precision.named("bf16")
+    alone = problem(transformer(), bare_preset("rtx-4090"), TrainingJob(global_batch_size=8, precision=autocast))
+    assert alone.job.precision == autocast
+    assert replace(alone, hardware=bare_preset("rtx-4090", devices_per_node=2)).job.precision == Precision.named(
+        "bf16"
+    )
 
 
 @pytest.mark.parametrize("strategy", [s for s in Strategy if s is not Strategy.OSDP])

@@ -46,8 +46,8 @@ EXPLANATION = explained(MIXED)
 def test_stream_times_add_up_to_the_step(hardware, times, every):
     job = replace(JOB, micro_batch_size=2, reduce_every_micro_step=every)
     plan = best(hardware, job, int(times * least_memory(problem(MODEL, hardware, job))))
-    time = estimate_plan(plan, MODEL, job, hardware).time
-    streams = {stream.name: stream for stream in stream_times(plan, MODEL, job, hardware)}
+    estimate = estimate_plan(plan, MODEL, job, hardware)
+    time, streams = estimate.time, {stream.name: stream for stream in stream_times(estimate)}
     collectives = [streams.pop(name) for name in ("all-gather", "reduce-scatter", "all-reduce")]
     assert sum(s.total_s for s in collectives) == pytest.approx(time.total("communication_s"))
     assert sum(s.exposed_s for s in collectives) == pytest.approx(time.total("exposed_s"))
