@@ -61,8 +61,8 @@ class LossKind(Enum):
 
 
 def find_loss_kind(model: nn.Module, inputs: Inputs, loss: CountedLoss) -> LossKind:
-    """Find the kind of a loss by computing it for two samples together, and for each alone with another number of
-    items.
+    """Find the kind of a loss by computing it for four samples together, and for the first and the last two alone
+    with another number of items.
 
     The loss of samples s with n items is f(s, n). It is a share if f(s₁s₂, n) = f(s₁, n) + k·f(s₂, k·n).
 
@@ -79,16 +79,17 @@ def find_loss_kind(model: nn.Module, inputs: Inputs, loss: CountedLoss) -> LossK
 
 
 class _Examination:
-    """Compute one loss for two samples or one of them, with stand-in values for results of the model's weights."""
+    """Compute one loss for some samples or half of them, with stand-in values for results of the model's weights."""
 
     def __init__(self, model: nn.Module, inputs: Inputs, loss: CountedLoss) -> None:
         self._model, self._loss = model, loss
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._fake = fake_copy(model, self._mode)
-        one, both = (tree_map_only(torch.Tensor, torch.clone, plain_batch(inputs(count))) for count in (1, 2))
-        one, both = _with_valid_labels(one), _with_valid_labels(both)
+        # torch runs other operators for a batch of one
+        half, both = (tree_map_only(torch.Tensor, torch.clone, plain_batch(inputs(count))) for count in (2, 4))
+        half, both = _with_valid_labels(half), _with_valid_labels(both)
         self._batches: dict[int | None, dict[str, Any]] = {None: both}
-        self._batches |= {part: _part_of_batch(both, one, part) for part in (0, 1)}
+        self._batches |= {part: _part_of_batch(both, half, part) for part in (0, 1)}
         self._calls: list[tuple[OpOverload | None, torch.Size]] = []
 
     def kind(self) -> LossKind:
@@ -105,8 +106,8 @@ class _Examination:
         return LossKind.SHARE if abs(together - added_up) <= _TOLERANCE * abs(together) else LossKind.MIXED
 
     def _value(self, part: int | None, count: int) -> tuple[float | None, bool]:
-        """Return the loss of one sample or (None) both, None if it is not known, and whether it depends on the
-        count.
+        """Return the loss of one half or (None) of all samples, None if it is not known, and whether it depends on
+        the count.
         """
         values, number = _StandIns(self._calls, part), torch.tensor(count)
         release = stored_tensors_releaser(self._fake)
@@ -149,8 +150,8 @@ class _Examination:
 
 
 class _StandIns(KnownValues):
-    """Values that also stand in for results of parameters: each sample's are the same, alone or together with
-    another.
+    """Values that also stand in for results of parameters: each sample's are the same in its half and together with
+    the other.
     """
 
     def __init__(self, calls: list[tuple[OpOverload | None, torch.Size]], part: int | None) -> None:
@@ -205,12 +206,12 @@ class _StandIns(KnownValues):
                 self.store(tensor, self._stand_in(tensor, func))
 
     def _stand_in(self, tensor: torch.Tensor, func: OpOverload | None) -> torch.Tensor:
-        """Return random numbers by the number of the call; for one sample, that sample's part of those for both."""
+        """Return random numbers by the number of the call; for one half, its part of those for all samples."""
         if self._part is None:
             self._calls.append((func, tensor.shape))
         name, shape = self._calls[self._number]
         if name is not func:
-            raise ValueError(f"One sample calls {func} where two call {name}.")
+            raise ValueError(f"Half of the samples call {func} where all call {name}.")
         self._number += 1
         with _disable_current_modes():
             made = torch.randn(shape, generator=torch.Generator().manual_seed(self._number)).to(tensor.dtype)
@@ -218,7 +219,7 @@ class _StandIns(KnownValues):
 
 
 def _part_of(both: torch.Tensor, shape: torch.Size, part: int) -> torch.Tensor:
-    """Return the first or last part of a tensor for two samples, of the shape that one sample's has; the whole if
+    """Return the first or last part of a tensor for all samples, of the shape that half of them have; the whole if
     that is its shape.
     """
     dims = [dim for dim, (whole, own) in enumerate(zip(both.shape, shape, strict=True)) if whole != own]
@@ -228,8 +229,8 @@ def _part_of(both: torch.Tensor, shape: torch.Size, part: int) -> torch.Tensor:
     return both.narrow(dim, part * (both.shape[dim] - shape[dim]), shape[dim])
 
 
-def _part_of_batch(both: Mapping[str, Any], one: Mapping[str, Any], part: int) -> dict[str, Any]:
-    """Return the batch of the first or second of two samples; `one` is a batch of one, with the shapes."""
+def _part_of_batch(both: Mapping[str, Any], half: Mapping[str, Any], part: int) -> dict[str, Any]:
+    """Return the batch of the first or last half of the samples; `half` has the shapes."""
 
     def own(whole: object, single: object) -> object:
         return (
@@ -238,7 +239,7 @@ def _part_of_batch(both: Mapping[str, Any], one: Mapping[str, Any], part: int) -
             else single
         )
 
-    return {name: tree_map(own, both[name], one[name]) for name in one}
+    return {name: tree_map(own, both[name], half[name]) for name in half}
 
 
 def _with_valid_labels(batch: Any) -> dict[str, Any]:  # noqa: ANN401
