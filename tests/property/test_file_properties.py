@@ -235,7 +235,7 @@ def damaged(kind: str, dice: random.Random) -> str:
     return json.dumps(content)
 
 
-@holds(files, st.randoms(use_true_random=False), few=150, many=20_000)
+@holds(files, st.randoms(use_true_random=False), few=150, many=8_000)
 def test_fields_changed_in_any_way_are_read_or_refused(kind, dice):
     is_read_or_refused(kind, damaged(kind, dice))
 
