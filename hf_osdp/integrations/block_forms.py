@@ -6,13 +6,16 @@ import logging
 import sys
 from copy import copy
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from accelerate.state import AcceleratorState
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from torch import nn
-from transformers import TrainingArguments
 
 from ..preparation.config import OSDPConfig
+
+if TYPE_CHECKING:  # imports peft and bitsandbytes, after which `notebook_launcher` refuses to start
+    from transformers import TrainingArguments
 
 _log = logging.getLogger(__name__)
 

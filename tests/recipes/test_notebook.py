@@ -56,9 +56,15 @@ def text_of(notebook: nbformat.NotebookNode) -> str:
 
 
 def problems(notebook: nbformat.NotebookNode) -> list[str]:
-    """Errors, and warnings: whatever a cell writes to stderr."""
+    """Errors, and warnings: whatever a cell writes to stderr, but for what torchao and bitsandbytes say when they are
+    imported without their kernels.
+    """
     failed = [f"{output.ename}: {output.evalue}" for output in outputs_of(notebook, "error")]
-    return failed + [output.text for output in outputs_of(notebook, "stream") if output.name == "stderr"]
+    texts = (output.text for output in outputs_of(notebook, "stream") if output.name == "stderr")
+    lines = (line for text in texts for line in text.splitlines())
+    return failed + [
+        line for line in lines if not line.startswith("Failed to load") and "is an Enum subclass" not in line
+    ]
 
 
 def charts(notebook: nbformat.NotebookNode) -> list[bytes]:

@@ -32,10 +32,11 @@ def loaded_by(statement: str) -> set[str]:
         ("import hf_osdp.planner.search.search, hf_osdp.planner.cost.evaluate, hf_osdp.planner.presets", HEAVY),
         ("from hf_osdp import Plan, TrainingJob, Hardware, preset, search, InfeasibleError", HEAVY),
         ("import hf_osdp.report.tables, hf_osdp.report.content", ("torch", "transformers", "accelerate", "ortools")),
+        ("from hf_osdp import OSDPAccelerator, OptimalShardedDataParallel, describe", ["peft", "bitsandbytes"]),
         ("import hf_osdp.cli.app, hf_osdp.cli.question", "torch transformers ortools altair pydantic gradio".split()),
     ],
 )
-def test_planner_reports_and_command_line_load_no_framework(statement, absent):
+def test_no_more_is_loaded_than_needed(statement, absent):
     assert not loaded_by(statement) & set(absent)
 
 

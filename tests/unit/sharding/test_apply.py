@@ -14,7 +14,7 @@ from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.training_job import Precision
 from hf_osdp.sharding import apply, environment
-from hf_osdp.sharding.environment import apply_tied, hold_master_weights, move_to_device, prepare_model
+from hf_osdp.sharding.environment import apply_tied, move_to_device, prepare_model, prepare_precision
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_model
 from tests.helpers.vision import tiny_vision
@@ -23,9 +23,9 @@ from tests.helpers.vision import tiny_vision
 def test_model_is_prepared_with_float32_masters_and_without_cache():
     layer = nn.Linear(2, 2, dtype=torch.bfloat16)
     layer.bias.requires_grad_(False)
-    hold_master_weights(layer, Precision())
+    prepare_precision(layer, Precision())
     assert layer.weight.dtype is torch.bfloat16
-    hold_master_weights(layer, Precision(compute=DType.BFLOAT16))
+    prepare_precision(layer, Precision(compute=DType.BFLOAT16))
     assert (layer.weight.dtype, layer.bias.dtype) == (torch.float32, torch.bfloat16)
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16))
     assert model.config.use_cache

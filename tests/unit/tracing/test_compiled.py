@@ -148,6 +148,7 @@ def test_compiled_blocks_save_less_and_move_less_than_eager_ones():
         assert getattr(other, phase).matmul_flops(SAMPLES) == pytest.approx(wanted, rel=0.01)
 
 
+@pytest.mark.slow
 def test_budgets_of_compiled_blocks_are_a_frontier():
     segments = [segment for segment in described(compiled=True).segments if segment.recomputed]
     for segment in segments:
