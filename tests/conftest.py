@@ -20,7 +20,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has its parent's
     os.environ["OSDP_CACHE"] = _KEPT.name
 
 
-_ONE_IN, _MOST_CASES = 12, 3
+_ONE_IN, _MOST_CASES, _LONGEST_S = 12, 3, 900
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,6 +39,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
+        if (limit := item.get_closest_marker("timeout")) is not None and limit.args[0] > _LONGEST_S:
+            continue  # such as the rehearsal of the GPU suite
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     sample = {
         item
