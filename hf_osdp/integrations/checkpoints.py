@@ -35,6 +35,7 @@ from ..checkpoint.layouts import find_model, is_of_one_process
 from ..checkpoint.resume import check_checkpoint, last_checkpoint, warn_of_changes
 from ..checkpoint.safe import load_file
 from ..checkpoint.states import (
+    Stateful,
     load_model,
     load_optimizer,
     load_random_states,
@@ -85,8 +86,7 @@ class AcceleratorCheckpoints(Accelerator):
                 self._save_sharded(staging)
                 hidden |= {"_models": [], "_optimizers": [], "_save_model_state_pre_hook": {}}
             for index, obj in enumerate(self._custom_objects):
-                owner = f"{type(obj).__name__}, registered for checkpointing,"
-                on_first_rank(partial(save_plain, _custom_file(staging.path, index), obj.state_dict(), owner))
+                on_first_rank(partial(_save_custom_state, obj, _custom_file(staging.path, index)))
             naming = replaced(self.project_configuration, automatic_checkpoint_naming=False)
             with naming, replaced(self, **hidden):
                 super().save_state(str(staging.path), safe_serialization, **kwargs)  # files of one rank come last
@@ -239,6 +239,10 @@ class _Counted(list[Any]):
 
 def _custom_file(folder: Path, index: int) -> Path:
     return folder / f"custom_checkpoint_{index}.pkl"
+
+
+def _save_custom_state(obj: Stateful, file: Path) -> None:
+    save_plain(file, obj.state_dict(), f"{type(obj).__name__}, registered for checkpointing,")
 
 
 def keep_whole_positions(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -61,8 +61,9 @@ class LossKind(Enum):
 
 
 def find_loss_kind(model: nn.Module, inputs: Inputs, loss: CountedLoss) -> LossKind:
-    """Find the kind of a loss by computing it for four samples together, and for the first and the last two alone
-    with another number of items.
+    """Find the kind of a loss by computing it for two samples together, and for each alone with another number of
+    items; if torch runs other operators for a batch of one, for four samples and their halves, and for six and theirs.
+    Two sizes, so that a loss over pairs of neighbours is not taken for a sum over samples.
 
     The loss of samples s with n items is f(s, n). It is a share if f(s₁s₂, n) = f(s₁, n) + k·f(s₂, k·n).
 
@@ -72,24 +73,31 @@ def find_loss_kind(model: nn.Module, inputs: Inputs, loss: CountedLoss) -> LossK
         loss: as the training loop computes it.
     """
     try:
-        return _Examination(model, inputs, loss).kind()
+        try:
+            return _Examination(model, inputs, loss, half=1).kind()
+        except _OtherOperatorsError:
+            kinds = {_Examination(model, inputs, loss, half=half).kind() for half in (2, 3)}
+            return kinds.pop() if len(kinds) == 1 else LossKind.MIXED
     except Exception:  # under fake tensors a model can raise any exception
         _log.debug("The kind of the loss is not known.", exc_info=True)
         return LossKind.UNKNOWN
 
 
+class _OtherOperatorsError(Exception):
+    """Half of the samples run other operators than all of them."""
+
+
 class _Examination:
     """Compute one loss for some samples or half of them, with stand-in values for results of the model's weights."""
 
-    def __init__(self, model: nn.Module, inputs: Inputs, loss: CountedLoss) -> None:
+    def __init__(self, model: nn.Module, inputs: Inputs, loss: CountedLoss, *, half: int) -> None:
         self._model, self._loss = model, loss
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._fake = fake_copy(model, self._mode)
-        # torch runs other operators for a batch of one
-        half, both = (tree_map_only(torch.Tensor, torch.clone, plain_batch(inputs(count))) for count in (2, 4))
-        half, both = _with_valid_labels(half), _with_valid_labels(both)
+        one, both = (tree_map_only(torch.Tensor, torch.clone, plain_batch(inputs(n))) for n in (half, 2 * half))
+        one, both = _with_valid_labels(one), _with_valid_labels(both)
         self._batches: dict[int | None, dict[str, Any]] = {None: both}
-        self._batches |= {part: _part_of_batch(both, half, part) for part in (0, 1)}
+        self._batches |= {part: _part_of_batch(both, one, part) for part in (0, 1)}
         self._calls: list[tuple[OpOverload | None, torch.Size]] = []
 
     def kind(self) -> LossKind:
@@ -211,7 +219,7 @@ class _StandIns(KnownValues):
             self._calls.append((func, tensor.shape))
         name, shape = self._calls[self._number]
         if name is not func:
-            raise ValueError(f"Half of the samples call {func} where all call {name}.")
+            raise _OtherOperatorsError(f"Half of the samples call {func} where all call {name}.")
         self._number += 1
         with _disable_current_modes():
             made = torch.randn(shape, generator=torch.Generator().manual_seed(self._number)).to(tensor.dtype)

@@ -115,3 +115,24 @@ def test_find_loss_kind_of_other_losses(name):
     model = Classifier()
     assert find_loss_kind(model, inputs, loss) is kind
     assert all(type(parameter) is nn.Parameter and parameter.grad is None for parameter in model.parameters())
+
+
+class OtherOperatorsForOne(nn.Module):
+    """As torch's own for products: a batch of one runs another operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if len(x) == 1 else x @ self.layer.weight.T + self.layer.bias
+
+
+@pytest.mark.parametrize("over_pairs", [False, True])
+def test_loss_over_pairs_of_neighbours_is_no_sum_over_samples(over_pairs):
+    def loss(model, batch, items):
+        scores = model(batch["x"]).flatten()
+        return (((scores[::2] - scores[1::2]) if over_pairs else scores) ** 2).sum() / items
+
+    found = find_loss_kind(OtherOperatorsForOne(), lambda samples: {"x": torch.randn(samples, 4)}, loss)
+    assert (found is LossKind.SHARE) is not over_pairs, found
