@@ -58,13 +58,13 @@ def prepare_model(model: nn.Module, precision: Precision) -> None:
 
 
 def prepare_precision(model: nn.Module, precision: Precision) -> None:
-    """If training computes in 16 bits, hold trainable parameters and the statistics of their batch norms in float32,
-    and let frozen norms return 16 bits.
+    """Let frozen norms return the dtype in which FSDP2 computes; if it has 16 bits, hold trainable parameters and the
+    statistics of their batch norms in float32.
     """
+    if precision.compute is not None and not precision.autocast:
+        frozen_norms_keep_dtype(model)
     if precision.compute not in (DType.BFLOAT16, DType.FLOAT16):
         return
-    if not precision.autocast:
-        frozen_norms_keep_dtype(model)
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype in _HALF:
             parameter.data = parameter.data.float()
