@@ -43,6 +43,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from benchmarks.cuda_memory import CudaMemory, Memory, Reading  # noqa: E402
+from benchmarks.trial import Trial, sharded_copy  # noqa: E402
 from hf_osdp.distributed.mesh import Meshes  # noqa: E402
 from hf_osdp.modeling.batch import training_batch  # noqa: E402
 from hf_osdp.modeling.build import build_on_meta  # noqa: E402
@@ -56,11 +57,10 @@ from hf_osdp.planner.problem import PlanningProblem, Strategy  # noqa: E402
 from hf_osdp.planner.search.search import least_memory, search  # noqa: E402
 from hf_osdp.planner.search.strategies import search_spaces  # noqa: E402
 from hf_osdp.planner.training_job import Precision, TrainingJob  # noqa: E402
-from hf_osdp.preparation.probe import Trial, sharded_copy  # noqa: E402
-from hf_osdp.preparation.simulate import fake_process_group  # noqa: E402
 from hf_osdp.quantities import format_bytes  # noqa: E402
-from hf_osdp.sharding.steps import batch_on, make_optimizer, train_step  # noqa: E402
 from hf_osdp.tracing.describe import describe  # noqa: E402
+from tests.helpers.fake_step import fake_process_group  # noqa: E402
+from tests.helpers.steps import batch_on, make_optimizer, train_step  # noqa: E402
 
 WORLD = 8
 STEPS = 3

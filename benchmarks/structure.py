@@ -1,8 +1,8 @@
-"""Measure the structure of `hf_osdp/`: lines, statements, files, upward imports, import cycles, files that name each
-feature, and files that run before `fully_shard`.
+"""Measure the structure of `hf_osdp/`: lines, statements with and without docstrings, files, upward imports, import
+cycles, files that name each feature, and files that run before `fully_shard`.
 
-    python benchmarks/structure.py            # a table
-    python benchmarks/structure.py --json     # the same as JSON
+    python benchmarks/structure.py [--json]       # needs nothing but Python
+    python benchmarks/structure.py --executed     # also the files that run, which needs torch and transformers
 
 A file names a feature if a word of its code or of its messages matches; comments, docstrings and the names of a user's
 options (`compile`, `communication`) do not count.
@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,7 +49,6 @@ FEATURES = {
     "operators in slices": r"slices|sliced|slice_|operatorsplit|splitoperator",
     "loss in chunks": r"loss_?chunk|chunk(ed)?_?(loss|head)|sumofchunks|sumoflosses",
     "wire formats": r"wire|codec",
-    "compiled blocks": r"compil(?!e\b)",
     "Muon": r"muon|newton",
     "8- and 4-bit optimizers": r"low_bit|adamw\w*[48]_?bit|bitsandbytes|torchao|bnb",
     "offloading": r"offload|on_host|host_(states|parameters|kernels|moment|bytes|of\b)|hoststates|hostspec"
@@ -60,17 +59,12 @@ FEATURES = {
 OTHER_REASONS = {
     "operators in slices": {"tracing/known_values.py"},
     "offloading": {"planner/cost/collectives.py", "planner/wire.py", "preparation/out_of_memory.py"},
-    "compiled blocks": {
-        "cli/browser.py", "modeling/batch.py", "modeling/quantized.py", "sharding/optimizer_steps.py",
-        "sharding/optimizers/trial.py", "tracing/fake_model.py",
-    },
     "8- and 4-bit optimizers": {
-        "cli/options.py", "modeling/quantized.py", "preparation/cache.py", "preparation/model_key.py",
+        "cli/options.py", "modeling/quantized.py", "preparation/cache.py",
     },
 }  # fmt: skip
-"""Files that use these words for something else: slices of tensors, code of users or other packages that is compiled,
-the option's switch in the browser, quantized weights, names of packages, bytes sent between
-devices, tensors that were placed."""
+"""Files that use these words for something else: slices of tensors, quantized weights, names of packages,
+bytes sent between devices, tensors that were placed."""
 
 
 def modules() -> dict[str, Path]:
@@ -248,36 +242,43 @@ def _train_one_step() -> None:
         ).train()
 
 
-def lines_of(paths: Iterator[Path]) -> int:
-    """Return the total number of lines of the files."""
-    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
-
-
-def statements_of(paths: Iterator[Path]) -> int:
-    """Return the total number of statements of the files, docstrings included."""
-    return sum(
-        isinstance(node, ast.stmt) for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+def sizes_of(paths: Iterable[Path]) -> dict[str, int]:
+    """Return the lines of the files, and their statements with and without docstrings."""
+    texts = [path.read_text(encoding="utf-8") for path in paths]
+    found = [node for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
+    documented = sum(
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for node in found
     )
+    return {
+        "lines": sum(len(text.splitlines()) for text in texts),
+        "statements": len(found),
+        "statements_without_docstrings": len(found) - documented,
+    }
 
 
-def measure() -> dict[str, object]:
+def measure(*, executed: bool) -> dict[str, object]:
     """Return all figures."""
     known = modules()
     graph = {name: imports(name, path, known) for name, path in known.items()}
-    before = executed_files()
+    packages: dict[tuple[str, ...], list[Path]] = {}
+    for path in known.values():
+        packages.setdefault(path.relative_to(ROOT / "hf_osdp").parent.parts[:1] or (".",), []).append(path)
     return {
-        "lines": lines_of(iter(known.values())),
-        "statements": statements_of(iter(known.values())),
+        **sizes_of(known.values()),
+        "by_package": {name: sizes_of(paths)["statements_without_docstrings"] for (name,), paths in packages.items()},
         "files": len(known),
         "longest_file": max(len(path.read_text(encoding="utf-8").splitlines()) for path in known.values()),
-        "lines_of_tests": lines_of((ROOT / "tests").rglob("*.py")),
-        "statements_of_tests": statements_of((ROOT / "tests").rglob("*.py")),
+        **{
+            f"{name}_of_{folder}": size
+            for folder in ("tests", "benchmarks", "recipes")
+            for name, size in sizes_of((ROOT / folder).rglob("*.py")).items()
+        },
         "upward_imports": upward_imports(graph),
         "import_cycles": import_cycles(graph),
         "files_naming_fsdp2s_insides": sum("_fully_shard" in path.read_text("utf-8") for path in known.values()),
         "files_naming": {feature: files_naming(feature) for feature in FEATURES},
-        "files_executed": len(before),
-        "files_before_fully_shard": before,
+        **({"files_before_fully_shard": executed_files()} if executed else {}),
     }
 
 
@@ -285,11 +286,12 @@ def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description="Measure the structure of hf_osdp.")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--executed", action="store_true", help="also run a training until `fully_shard`")
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank:
         return _train_one_step()
-    found = measure()
+    found = measure(executed=options.executed)
     if options.json:
         print(json.dumps(found, indent=1))
         return None
@@ -297,9 +299,9 @@ def main() -> None:
         print(f"{len(files):3} files name {feature}:", *files)
     for name, value in found.items():
         if name == "files_before_fully_shard":
-            print("files that run before fully_shard:", *value, sep="\n  ")
+            print(f"{len(value)} files run before fully_shard:", *value, sep="\n  ")
         else:
-            print(f"{name.replace('_', ' '):18}", len(value) if isinstance(value, list) else value)
+            print(f"{name.replace('_', ' '):44}", len(value) if isinstance(value, list) else value)
     return None
 
 

@@ -54,12 +54,8 @@ html_math_renderer = "mathml"
 PAGES = {
     "README.md": "index.md",
     "recipes/README.md": "recipes.md",
-    "recipes/bert_large/README.md": "recipes_bert_large.md",
-    "benchmarks/two_machines/results.md": "two_machines_results.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
-    "SECURITY.md": "security.md",
-    "CITATION.cff": "citation.md",
 }
 """Files of the repository, and sections of them, that are pages of the site though they do not lie here."""
 _COLON = "\ue000"

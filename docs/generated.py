@@ -1,9 +1,15 @@
-"""Parts of pages that the program itself says, made while the site is built."""
+"""Parts of pages that the program itself says, made while the site is built.
+
+`python docs/generated.py` writes those of troubleshooting.md, which is also read without the site.
+"""
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Callable, Iterator
+from itertools import groupby
+from pathlib import Path
 
 import typer
 
@@ -13,7 +19,10 @@ from hf_osdp.planner.presets import preset, preset_names
 from hf_osdp.preparation.config import GROUPS
 from hf_osdp.quantities import format_bytes
 
-MARK = "<!-- generated -->"
+MARK, END = "<!-- generated -->", "<!-- end of what is generated -->"
+DOCS = Path(__file__).parent
+Row = dict[str, str]
+BLANK = re.compile(r"‹[^›]*›")
 
 
 def cli_reference() -> str:
@@ -79,9 +88,48 @@ def _subject(subject: str, names: tuple[str, ...]) -> Iterator[str]:
     yield "```\n"
 
 
+def rows_of(name: str) -> list[Row]:
+    """The rows of a file of `docs/data`."""
+    with (DOCS / "data" / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def says(text: str, message: str) -> bool:
+    """Whether a text has the message's fixed parts, in their order; ‹...› stands for any others."""
+    at = 0
+    for part in BLANK.split(message):
+        if (found := text.find(part, at)) < 0:
+            return False
+        at = found + len(part)
+    return True
+
+
+def troubleshooting() -> str:
+    """Messages with their remedies: a heading for each section, and a definition list of its rows."""
+    lines = []
+    for section, part in groupby(rows_of("troubleshooting"), lambda row: row["section"]):
+        lines.append(f"## {section}\n")
+        lines += [f"{_code(row['message'])}\n: {row['remedy']}\n" for row in part]
+    return "\n".join(lines)
+
+
+def _code(text: str) -> str:
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
+
+
+def written(page: str) -> str:
+    """The text of troubleshooting.md, its generated part made anew."""
+    before, rest = page.split(MARK)
+    return f"{before}{MARK}\n\n{troubleshooting()}\n{END}{rest.split(END)[1]}"
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "cli": cli_reference,
     "presets": preset_table,
     "options": options_by_subject,
 }
 """Page → what stands where its mark is."""
+
+if __name__ == "__main__":
+    path = DOCS / "troubleshooting.md"
+    path.write_text(written(path.read_text(encoding="utf-8")), encoding="utf-8")

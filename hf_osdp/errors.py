@@ -22,10 +22,6 @@ class DescriptionTimeoutError(DescriptionError):
     """Describing the model takes too long."""
 
 
-class ManyOperatorsError(DescriptionTimeoutError):
-    """A unit runs more operators than asked for."""
-
-
 class CheckpointingError(DescriptionError):
     """The model's activations cannot be checkpointed."""
 
@@ -35,7 +31,7 @@ class HardwareError(OSDPError):
 
 
 class LaunchError(OSDPError):
-    """The launched ranks cannot form a process group: some are missing, were started twice, or run other versions."""
+    """The launched ranks cannot form a process group."""
 
 
 class CheckpointError(OSDPError):

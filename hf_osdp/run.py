@@ -45,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         say_once(error)
         sys.exit(_USER_ERROR)
     sys.argv = given[is_module:]
-    from .distributed.process_group import check_ranks
+    from .distributed.process_group import prepare_group
 
-    check_ranks()
+    prepare_group()
     if is_module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
         return

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import chain, count, islice
+from dataclasses import dataclass
+from itertools import count, islice
 from math import exp
-from pydoc_data import topics
 from typing import Literal
 
-import datasets
+import shared
 import torch
 import torch.distributed as dist
 from datasets import Dataset, DatasetDict, load_dataset
+from shared import option
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import (
     AutoTokenizer,
@@ -32,7 +31,6 @@ from transformers import (
     GPT2Tokenizer,
     default_data_collator,
     get_scheduler,
-    set_seed,
 )
 
 from hf_osdp import OptimalShardedDataParallel, OSDPConfig, StopSignal, checkpoint_to_resume
@@ -47,67 +45,32 @@ Batch = dict[str, torch.Tensor]
 class PlainArguments:
     """The model, the text and the training loop."""
 
-    config_overrides: str | None = field(
-        default=None, metadata={"help": "Changes to GPT-2's configuration, such as n_layer=4,n_embd=128."}
-    )
-    tokenizer_name: str | None = field(
-        default=None, metadata={"help": "Tokenizer to load; default: one is trained on the text."}
-    )
-    vocab_size: int = field(
-        default=2048, metadata={"help": "Vocabulary size of a tokenizer that is trained on the text."}
-    )
-    train_file: str | None = field(
-        default=None, metadata={"help": "Local text file; default: Python's language reference."}
-    )
-    block_size: int = field(default=128, metadata={"help": "Tokens per sample."})
-    max_train_samples: int | None = field(
-        default=None, metadata={"help": "Number of training samples to use, from the start."}
-    )
-    max_eval_samples: int | None = field(
-        default=None, metadata={"help": "Number of evaluation samples to use, from the start."}
-    )
-    output_dir: str = field(default="runs/plain", metadata={"help": "Folder for the model and the checkpoints."})
-    mixed_precision: Literal["no", "bf16", "fp16"] = field(
-        default="no", metadata={"help": "Precision of compute: no, bf16 or fp16."}
-    )
-    global_batch_size: int = field(
-        default=8, metadata={"help": "Samples of an optimizer step, on all processes together."}
-    )
-    steps: int = field(default=300, metadata={"help": "Number of optimizer steps."})
-    learning_rate: float = field(
-        default=2e-3, metadata={"help": "Peak learning rate; it rises for a twentieth of the steps, then falls."}
-    )
-    logging_steps: int = field(default=20, metadata={"help": "Optimizer steps between two printed lines."})
-    save_steps: int | None = field(default=None, metadata={"help": "Optimizer steps between two checkpoints."})
-    resume_from_checkpoint: str | None = field(
-        default=None, metadata={"help": "Folder of a checkpoint, or true for the last one."}
-    )
-    seed: int = field(default=1, metadata={"help": "Seed for the weights and the order of samples."})
+    config_overrides: str | None = option(None, "Changes to GPT-2's configuration, such as n_layer=4,n_embd=128.")
+    tokenizer_name: str | None = option(None, "Tokenizer to load; default: one is trained on the text.")
+    vocab_size: int = option(2048, "Vocabulary size of a tokenizer that is trained on the text.")
+    train_file: str | None = option(None, "Local text file; default: Python's language reference.")
+    block_size: int = option(128, "Tokens per sample.")
+    max_train_samples: int | None = option(None, "Number of training samples to use, from the start.")
+    max_eval_samples: int | None = option(None, "Number of evaluation samples to use, from the start.")
+    output_dir: str = option("runs/plain", "Folder for the model and the checkpoints.")
+    mixed_precision: Literal["no", "bf16", "fp16"] = option("no", "Precision of compute: no, bf16 or fp16.")
+    global_batch_size: int = option(8, "Samples of an optimizer step, on all processes together.")
+    steps: int = option(300, "Number of optimizer steps.")
+    learning_rate: float = option(2e-3, "Peak learning rate; it rises for a twentieth of the steps, then falls.")
+    logging_steps: int = option(20, "Optimizer steps between two printed lines.")
+    save_steps: int | None = option(None, "Optimizer steps between two checkpoints.")
+    resume_from_checkpoint: str | None = option(None, "Folder of a checkpoint, or true for the last one.")
+    seed: int = option(1, "Seed for the weights and the order of samples.")
 
     def __post_init__(self) -> None:
-        for name in (
-            "block_size",
-            "max_train_samples",
-            "max_eval_samples",
-            "global_batch_size",
-            "steps",
-            "logging_steps",
-            "save_steps",
-        ):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1.")
+        counts = "block_size max_train_samples max_eval_samples global_batch_size steps logging_steps save_steps"
+        shared.check_at_least_one(self, *counts.split())
 
 
 def main() -> None:
     """Load the data and the model, train under a plan, evaluate, and save the model."""
     args, options = parse_arguments((PlainArguments,), sys.argv[1:])
-    # transformers cannot derive the loss from GPT-2's class name and logs a note about it; the note is harmless.
-    logging.getLogger("transformers.modeling_utils").addFilter(
-        lambda record: "`loss_type=None`" not in record.getMessage()
-    )
-    if RANK:
-        datasets.disable_progress_bars()
-    set_seed(args.seed)
+    shared.begin(args.seed, is_main=RANK == 0)
     text = load_text(args.train_file)
     if args.tokenizer_name:
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name)
@@ -121,8 +84,7 @@ def main() -> None:
     )
     if args.config_overrides:
         config.update_from_string(args.config_overrides)
-    if args.block_size > config.n_positions:
-        raise ValueError(f"block_size={args.block_size} is longer than the model's {config.n_positions} positions.")
+    shared.length_of_samples(config, args.block_size, usual=args.block_size)
 
     osdp = OSDPConfig.from_options(
         {"sequence_length": args.block_size, "global_batch_size": args.global_batch_size, **options}
@@ -153,8 +115,7 @@ def train(model: OptimalShardedDataParallel, blocks: Dataset, args: PlainArgumen
     schedule = get_scheduler("cosine", optimizer, num_warmup_steps=args.steps // 20, num_training_steps=args.steps)
     scaler = model.grad_scaler()  # has an effect in fp16 only
     states = {"optimizer": optimizer, "scheduler": schedule, "scaler": scaler}
-    resume = {"true": True, "false": False}.get(str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint)
-    checkpoint = checkpoint_to_resume(args.output_dir, resume)
+    checkpoint = checkpoint_to_resume(args.output_dir, shared.wanted_checkpoint(args.resume_from_checkpoint))
     done = 0 if checkpoint is None else model.load_checkpoint(checkpoint, **states)["step"]
     losses, since = [], time.perf_counter()
     stop = StopSignal()
@@ -239,35 +200,15 @@ def load_text(train_file: str | None) -> DatasetDict:
     """Return the splits `train` and `validation` with a column `text`: lines of a file, or paragraphs of Python's
     language reference.
     """
-    if train_file:
-        rows = load_dataset("text", data_files=train_file, split="train", keep_linebreaks=True)
-    else:
-        paragraphs = (
-            part for _, text in sorted(topics.topics.items()) for part in re.split(r"\n\s*\n", text) if part.strip()
-        )
-        rows = Dataset.from_dict({"text": [f"{paragraph}\n\n" for paragraph in dict.fromkeys(paragraphs)]})
-    held_out = range(19, len(rows), 20)
-    return DatasetDict(
-        train=rows.select([row for row in range(len(rows)) if row % 20 != 19]), validation=rows.select(held_out)
-    )
+    if not train_file:
+        return shared.language_reference()
+    return shared.hold_out(load_dataset("text", data_files=train_file, split="train", keep_linebreaks=True))
 
 
-def make_blocks(text: DatasetDict, tokenizer, args: PlainArguments) -> DatasetDict:
+def make_blocks(text: DatasetDict, tokenizer, args: PlainArguments) -> dict[str, Dataset]:
     """Return samples of `block_size` tokens, at most `max_train_samples` and `max_eval_samples` of them."""
-
-    def cut(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        tokens = list(chain.from_iterable(tokenizer(rows["text"], verbose=False)["input_ids"]))
-        blocks = [
-            tokens[start : start + args.block_size]
-            for start in range(0, len(tokens) - args.block_size + 1, args.block_size)
-        ]
-        return {"input_ids": blocks, "labels": blocks}
-
-    blocks = text.map(cut, batched=True, remove_columns="text")
-    limits = {"train": args.max_train_samples, "validation": args.max_eval_samples}
-    blocks = DatasetDict(
-        {split: rows.take(min(limits[split] or len(rows), len(rows))) for split, rows in blocks.items()}
-    )
+    cut = shared.packing(tokenizer, args.block_size)
+    blocks = dict(zip(("train", "validation"), shared.make_blocks(text, cut, args.block_size, args), strict=True))
     for split, needed in (("train", args.global_batch_size), ("validation", WORLD_SIZE)):
         if len(blocks[split]) < needed:
             what = f"The {split} text has {len(blocks[split])} blocks of {args.block_size} tokens"

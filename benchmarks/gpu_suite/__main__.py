@@ -144,7 +144,7 @@ def chosen(options: argparse.Namespace) -> list[Step]:
 
 def save_machine(options: argparse.Namespace, arguments: list[str] | None) -> None:
     """Save the machine and the command of the results."""
-    from benchmarks.headline import commit
+    from benchmarks.shared import commit
 
     given = shlex.join(sys.argv[1:] if arguments is None else arguments)
     head = {

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.gpu_memory import MODELS, Model
+from benchmarks.trial import Trial, sharded_copy
 from hf_osdp.distributed.device import prefer_expandable_segments
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.measurement.timing import median_seconds
@@ -26,10 +27,9 @@ from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.training_job import Precision, TrainingJob
-from hf_osdp.preparation.probe import Trial, sharded_copy
 from hf_osdp.sharding.environment import form_process_group
-from hf_osdp.sharding.steps import batch_on, make_optimizer, train_step
 from hf_osdp.tracing.describe import describe
+from tests.helpers.steps import batch_on, make_optimizer, train_step
 
 from .step import Bench, step
 from .times import REHEARSED, wait
@@ -112,10 +112,11 @@ def stock(bench: Bench, model: Model) -> _Step:
 
 
 def ours(bench: Bench, model: Model) -> _Step:
-    """Return a step under a plan that keeps all parameters after forward."""
-    config, job = config_of(model), TrainingJob(global_batch_size=model.samples, precision=Precision.named("bf16"))
+    """Return a step under a plan of one process, which computes under autocast."""
+    config, precision = config_of(model), Precision.named("bf16", autocast=True)
+    job = TrainingJob(global_batch_size=model.samples, precision=precision)
     description = describe(
-        config, sequence_length=model.sequence_length, compute_dtype=job.precision.compute,
+        config, sequence_length=model.sequence_length, compute_dtype=precision.compute, autocast=True,
         device_type=bench.device.type
     )  # fmt: skip
     empty = build_on_meta(config)

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.supervision import run_case
 from hf_osdp.preparation.out_of_memory import is_out_of_memory
 from hf_osdp.sharding.environment import form_process_group
+from tests.faults.supervision import run_case
 
 from .processes import apart
 from .runner import ROOT

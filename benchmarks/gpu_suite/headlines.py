@@ -1,4 +1,4 @@
-"""The headline experiments of `benchmarks/headline.py`, one per step."""
+"""The headline experiments of `benchmarks/headline`, one per step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def experiment(bench: Bench, number: int) -> None:
     """Run an experiment on the GPU; a rehearsal only plans it."""
     result = bench.folder / "headline.json"
     how = ["--plan-only"] if bench.rehearses else ["--device", "cuda", "--quick"]
-    command = [sys.executable, "benchmarks/headline.py", *how, "--experiments", str(number), "--json", str(result)]
+    command = [sys.executable, "-m", "benchmarks.headline", *how, "--experiments", str(number), "--json", str(result)]
     done = subprocess.run(command, cwd=ROOT)
     found = json.loads(result.read_text(encoding="utf-8"))
     for row in found["rows"]:
@@ -37,7 +37,7 @@ def experiment(bench: Bench, number: int) -> None:
         bench.note(remark)
     for verdict in found["verdicts"]:
         (bench.note if verdict["met"] else bench.miss)(verdict["text"])
-    bench.aim(done.returncode in (0, 1), f"headline.py ended with code {done.returncode}")
+    bench.aim(done.returncode in (0, 1), f"benchmarks.headline ended with code {done.returncode}")
 
 
 def _ms(seconds: float | None) -> str:

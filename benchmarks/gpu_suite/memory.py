@@ -7,8 +7,8 @@ from typing import Any
 
 from benchmarks import gpu_memory
 from benchmarks.gpu_memory import LAYOUTS, WORLD, LayoutRow, LimitRow, Model
-from hf_osdp.preparation.simulate import fake_process_group
 from hf_osdp.quantities import format_bytes
+from tests.helpers.fake_step import fake_process_group
 
 from .processes import apart
 from .step import Bench, step
@@ -106,7 +106,7 @@ def measured(bench: Bench, name: str, *args: Any, walks: bool) -> tuple[list[Lay
     """Return rows measured on the GPU, or of a tiny model in counted CPU memory."""
     if not bench.on_cpu:
         return apart(measured_on_cuda, name, *args, walks)
-    from tests.helpers.counted_memory import CountedMemory
+    from .counted_memory import CountedMemory
 
     precision, layouts, between = args
     memory = CountedMemory()

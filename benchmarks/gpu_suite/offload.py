@@ -14,9 +14,9 @@ from .runner import ROOT
 from .step import Bench, step
 
 REHEARSED = {
-    "host": ("tests/distributed/test_host_offload.py", "-k", "1"),
+    "host": ("tests/distributed/test_exactness.py", "-k", "host and one"),
     "activations": ("tests/unit/modeling/test_offloading.py",),
-    "optimizer states": ("tests/distributed/test_host_states.py", "-k", "plain_parameters or checkpoints"),
+    "optimizer states": ("tests/distributed/test_exactness.py", "-k", "states and group"),
 }
 ON_GPU = {
     "host": ("tests/gpu/test_host_offload_cuda.py",),

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from hf_osdp.distributed.mesh import collective_device
-from hf_osdp.measurement.timing import CollectiveClock
 from hf_osdp.sharding.environment import form_process_group
-from tests.distributed import test_exactness as exactness
+from tests.distributed.cases.layouts import CASES
 from tests.helpers.distributed import run_ranks
-from tests.helpers.training import Trained, train_alone
+from tests.helpers.layouts import LAYOUTS
+from tests.helpers.training import Trained, alone, train
 
 from .step import Bench, step
 
@@ -29,36 +29,24 @@ def on_ranks(bench: Bench, fn: Any, world: int, *args: Any, nodes: int = 1) -> l
     return run_ranks(fn, world, *args, init=False, nodes=nodes, timeout_s=limit_s, one_gpu=not bench.on_cpu)
 
 
-def ranks_train(names: tuple[str, ...]) -> tuple[dict[str, Trained], str, int]:
-    """Return, on a rank, the results of every case, the backends, and how many collectives of the first case were
-    timed.
-    """
+def ranks_train(names: tuple[str, ...]) -> tuple[dict[str, Trained], str]:
+    """Return, on a rank, the results of every case, and the backends."""
     from hf_osdp.distributed.mesh import Meshes
 
     form_process_group(needed=True)
     meshes = Meshes(collective_device().type)
-    with CollectiveClock(collective_device()) as clock:
-        results = {names[0]: exactness.train_by_layout(meshes=meshes, **exactness.CASES[names[0]])}
-    results |= {name: exactness.train_by_layout(meshes=meshes, **exactness.CASES[name]) for name in names[1:]}
-    return (results if dist.get_rank() == 0 else {}), str(dist.get_backend_config()), len(clock.calls())
+    results = {name: train(CASES[name], meshes=meshes) for name in names}
+    return (results if dist.get_rank() == 0 else {}), str(dist.get_backend_config())
 
 
 def equals_one_process(bench: Bench, world: int, names: tuple[str, ...]) -> None:
     began = time.monotonic()
     if any("compiled" in name for name in names) and not bench.compiles:
         names = tuple(name for name in names if "compiled" not in name)
-    results, backend, timed = on_ranks(bench, ranks_train, world, names, nodes=world // 2)[0]
-    bench.note(
-        f"{world} ranks on {backend}, {time.monotonic() - began:.0f} s; {timed} collectives timed in {names[0]}"
-    )
-    bench.aim(timed > 0, f"{names[0]} on {world} ranks: the clock saw no collective of FSDP2's")
-    alone: dict[tuple[str, int], Trained] = {}
+    results, backend = on_ranks(bench, ranks_train, world, names, nodes=world // 2)[0]
+    bench.note(f"{world} ranks on {backend}, {time.monotonic() - began:.0f} s")
     for name, trained in results.items():
-        case = exactness.CASES[name]
-        key = case["model_name"], case.get("accumulation_steps", 1)
-        if key not in alone:
-            alone[key] = train_alone(key[0], accumulation_steps=key[1], device=bench.device.type)
-        errors = trained.worst_error(alone[key])
+        errors = trained.worst_error(alone(CASES[name].alone, bench.device.type))
         bench.row(ranks=world, case=name, **{kind: f"{error:.1e}" for kind, error in errors.items()})
         bench.aim(max(errors.values()) < TOLERANCE, f"{name} on {world} ranks differs from one process: {errors}")
 
@@ -67,13 +55,14 @@ def everyday(world: int, bench: Bench) -> tuple[str, ...]:
     """Return every layout, model and option once; in a rehearsal only the layouts, because tests/distributed covers
     the rest.
     """
-    names = tuple(name for name in exactness.NAMES[world] if name in exactness.EVERYDAY)
+    cases = {name: case for name, case in CASES.items() if not (case.slow or name.startswith(("slices", "chunks")))}
+    names = tuple(name for name, case in cases.items() if case.world == world)
     return names[:3] if bench.rehearses else names
 
 
 @step(
     part=2, expected_s=40, limit_s=150, rehearsal_s=15,
-    proves="2 NCCL ranks on one GPU: layouts train as one process does, in float64: loss, gradient norm, each parameter; collectives timed",  # noqa: E501
+    proves="2 NCCL ranks on one GPU: layouts train as one process does, in float64: loss, gradient norm, each parameter",  # noqa: E501
 )  # fmt: skip
 def two_ranks(bench: Bench) -> None:
     equals_one_process(bench, 2, everyday(2, bench))
@@ -84,7 +73,7 @@ def two_ranks(bench: Bench) -> None:
     proves="4 NCCL ranks on one GPU, as 2 nodes: replicas, HSDP, full shards kept and freed, two stages, all in turn: as one process",  # noqa: E501
 )  # fmt: skip
 def four_ranks(bench: Bench) -> None:
-    layouts = tuple(f"gpt2-{layout}" for layout in exactness.LAYOUTS)
+    layouts = tuple(f"gpt2, {layout}" for layout in LAYOUTS)
     equals_one_process(bench, 4, layouts)  # writes these rows before the others begin
     if not bench.rehearses:
         equals_one_process(bench, 4, tuple(name for name in everyday(4, bench) if name not in layouts))
@@ -130,55 +119,3 @@ def ranks_trainer(bench: Bench) -> None:
     errors["parameter"] = max((weights[name].cpu() - value).abs().max().item() for name, value in state.items())
     bench.row(ranks=2, **{kind: f"{error:.1e}" for kind, error in errors.items()})
     bench.aim(max(errors.values()) < TOLERANCE, f"the Trainer on 2 ranks differs from one process: {errors}")
-
-
-def rank_of_recalibration(hardware: str) -> dict[str, Any]:
-    """Try plans on a rank before training, then train."""
-    from hf_osdp import OptimalShardedDataParallel, OSDPConfig, preset
-    from hf_osdp.sharding.environment import training_device
-    from tests.distributed.test_recalibrate import LENGTH, tiny_model, tokens
-
-    config = OSDPConfig(
-        sequence_length=LENGTH,
-        global_batch_size=8,
-        recalibrate=True,
-        strategy="fsdp",
-        hardware=preset(hardware, devices_per_node=2),
-    )
-    model = OptimalShardedDataParallel(tiny_model(), config)
-    optimizer = torch.optim.AdamW(model.parameters())
-    batch = torch.stack([row["input_ids"] for row in tokens(model.plan.micro_batch_size)]).to(training_device())
-    for _ in range(8):
-        for number in range(1, model.plan.accumulation_steps + 1):
-            model.backward(model(input_ids=batch, labels=batch).loss, is_last=number == model.plan.accumulation_steps)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {
-        "rounds": [(past.plan.fingerprint, past.fits) for past in model.rounds],
-        "plan": model.plan.fingerprint,
-        "measured": model.measured,
-    }
-
-
-@step(
-    part=2,
-    expected_s=40,
-    limit_s=150,
-    rehearsal_s=15,
-    proves="recalibration on 2 ranks: plans are tried on copies, the one that runs was tried; collectives are timed",
-)
-def recalibration(bench: Bench) -> None:
-    ranks = on_ranks(bench, rank_of_recalibration, 2, "cpu" if bench.on_cpu else "h100")
-    first, measured = ranks[0], ranks[0]["measured"]
-    for plan, fits in first["rounds"]:
-        bench.row(tried=plan, fits=fits, runs=plan == first["plan"])
-    bench.aim(
-        all(rank["plan"] == first["plan"] and rank["measured"] == measured for rank in ranks),
-        "ranks differ in plan or measurement",
-    )
-    bench.aim((first["plan"], True) in first["rounds"], "the plan that runs was not tried, or did not fit")
-    kinds = (
-        ", ".join(f"{one.collective.value} x {one.calls}" for one in measured.collectives) if measured else "nothing"
-    )
-    bench.note(f"{measured.steps if measured else 0} steps measured; collectives of one: {kinds}")
-    bench.aim(bool(measured and measured.collectives), "no collective was timed in training")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_memory import MODELS, Model
+from benchmarks.trial import Trial, sharded_copy
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.measurement.block_times import TimedModel
 from hf_osdp.measurement.machine import measure_profile
@@ -27,11 +28,10 @@ from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.profile import with_block_times
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.training_job import Precision, TrainingJob
-from hf_osdp.preparation.probe import Trial, sharded_copy
 from hf_osdp.quantities import format_bytes, format_seconds
 from hf_osdp.sharding.environment import form_process_group
-from hf_osdp.sharding.steps import batch_on, make_optimizer, train_step
 from hf_osdp.tracing.describe import describe
+from tests.helpers.steps import batch_on, make_optimizer, train_step
 
 from .step import Bench, step
 
@@ -124,19 +124,10 @@ class Timed:
             device_type=bench.device.type, seconds=seconds,
             model=TimedModel(model_or_config=config, micro_batch_sizes=micro_batch_sizes, **options),
         )  # fmt: skip
-        description = with_block_times(
-            describe(config, device_type=bench.device.type, micro_batch_size=micro_batch_sizes[-1], **options), found
-        )
+        description = with_block_times(describe(config, device_type=bench.device.type, **options), found)
         empty = build_on_meta(config)
         inputs = training_batch(empty, model.sequence_length)
-        trial = Trial(
-            model=empty,
-            units=description.units,
-            job=job,
-            inputs=inputs,
-            device=bench.device,
-            block_classes=description.block_classes,
-        )
+        trial = Trial(model=empty, units=description.units, job=job, inputs=inputs, device=bench.device)
         return cls(description=description, hardware=found.hardware, trial=trial, meshes=Meshes(bench.device.type))
 
     def plan(
@@ -230,7 +221,7 @@ def measure_kind(bench: Bench, name: str, model: Model) -> float:
     expected_s=170,
     limit_s=480,
     rehearsal_s=60,
-    proves="blocks compiled, with every budget, beside eager ones: time and peak estimated and measured, and what compilation gains",  # noqa: E501
+    proves="blocks compiled, recomputed or not, beside eager ones: time and peak estimated and measured, and what compilation gains",  # noqa: E501
 )
 def compiled(bench: Bench) -> None:
     if not bench.compiles:

@@ -114,7 +114,7 @@ def memory_of(folder: Path) -> tuple[int | None, int | None]:
 )
 def trainer(bench: Bench) -> None:
     for precision in ("no", "bf16") if bench.rehearses else ("bf16", "fp16", "no"):
-        ours = trained(bench, precision, f"ours-{precision}", osdp=OSDPConfig(compare=False))
+        ours = trained(bench, precision, f"ours-{precision}", osdp=OSDPConfig())
         stock = trained(bench, precision, f"stock-{precision}", osdp=None)
         compare(bench, "Trainer", precision, losses(ours), losses(stock), bench.folder / f"ours-{precision}")
         bench.note(
@@ -155,7 +155,7 @@ def accelerated(bench: Bench, precision: str, *, ours: bool) -> list[float]:
     """Return the losses of a loop in one process."""
     if ours:
         made = OSDPAccelerator(
-            mixed_precision=precision, cpu=bench.on_cpu, osdp=OSDPConfig(compare=False, micro_batch_size=BATCH),
+            mixed_precision=precision, cpu=bench.on_cpu, osdp=OSDPConfig(micro_batch_size=BATCH),
             project_dir=str(bench.folder / f"loop-{precision}"),
         )  # fmt: skip
     else:
@@ -190,7 +190,7 @@ def accelerated(bench: Bench, precision: str, *, ours: bool) -> list[float]:
 def checkpoint(bench: Bench) -> None:
     for layout in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
         options = {"save_strategy": "steps", "save_steps": STEPS // 2, "fsdp_config": {"state_dict_type": layout}}
-        whole = trained(bench, "bf16", layout, osdp=OSDPConfig(compare=False), **options)
+        whole = trained(bench, "bf16", layout, osdp=OSDPConfig(), **options)
         weights = {
             name: value.detach().clone() for name, value in whole.accelerator.get_state_dict(whole.model).items()
         }

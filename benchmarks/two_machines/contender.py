@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,12 +15,11 @@ from benchmarks.two_machines.counters import sent_bytes
 from benchmarks.two_machines.emulate import INTERFACE
 from benchmarks.two_machines.lineup import Entrant, Sends
 from hf_osdp.distributed.mesh import Meshes
-from hf_osdp.measurement.timing import CollectiveClock, of_last_rank
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.training_job import TrainingJob
 from hf_osdp.sharding.apply import apply_plan
-from hf_osdp.sharding.steps import make_optimizer, train_step
+from tests.helpers.steps import make_optimizer, train_step
 
 SETTLED_S = 0.2
 """Seconds after a barrier until no data is in transit."""
@@ -37,8 +33,6 @@ class StepMeasured:
     """Seconds on the slowest rank."""
     sent_bytes: tuple[int, ...]
     """Bytes that left each node through its interface, including headers."""
-    collectives: Mapping[str, float] | None = None
-    """Seconds per kind of collective, on the rank that entered each call last; None if they were not timed."""
 
 
 class Contender:
@@ -66,14 +60,8 @@ class Contender:
             restore_stock_collectives(self._model)
         self._optimizer = make_optimizer(self._model, job.optimizer, self._plan, description.units)
 
-    def measure(self, ranks_per_node: int, *, clocked: bool = False) -> StepMeasured:
-        """Take one step and time its collectives if `clocked`. Collective."""
-        clock = CollectiveClock(torch.device("cpu")) if clocked else None
-        with clock or nullcontext():
-            step = self._measured(ranks_per_node)
-        return replace(step, collectives=None if clock is None else collective_seconds(clock))
-
-    def _measured(self, ranks_per_node: int) -> StepMeasured:
+    def measure(self, ranks_per_node: int) -> StepMeasured:
+        """Take one step. Collective."""
         before = count_sent_bytes()
         dist.barrier()
         began = time.perf_counter()
@@ -84,14 +72,6 @@ class Contender:
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         dist.all_reduce(sent)
         return StepMeasured(step_s=seconds.item(), sent_bytes=tuple(sent.tolist()[::ranks_per_node]))
-
-
-def collective_seconds(clock: CollectiveClock) -> dict[str, float]:
-    """Return the seconds that the clock measured, by collective. Collective."""
-    taken: Counter[str] = Counter()
-    for call in of_last_rank(clock.calls()):
-        taken[call.collective.value] += call.seconds
-    return dict(taken)
 
 
 def restore_stock_collectives(model: nn.Module) -> None:

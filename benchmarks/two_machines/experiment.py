@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hf_osdp.preparation.config import EXACT
+from hf_osdp.planner.training_job import EXACT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ from hf_osdp.planner.hardware import CollectiveTiming
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.profile import Profile, with_block_times
 from hf_osdp.planner.search.compare import compare_strategies
-from hf_osdp.planner.training_job import TrainingJob, divisors
+from hf_osdp.planner.training_job import TrainingJob
 from hf_osdp.tracing.describe import describe
 
 ROUNDS_A_PROFILE = 2
@@ -65,9 +65,7 @@ def measure(experiment: Experiment) -> dict:
         communication=experiment.communication,
     )  # fmt: skip
     began = time.monotonic()
-    timings = measure_collectives(
-        torch.device("cpu"), experiment.links_s, local=ranks_per_node(), sizes=divisors(dist.get_world_size())
-    )
+    timings = measure_collectives(torch.device("cpu"), experiment.links_s, local=ranks_per_node())
     profile = with_timings(profiled(experiment), timings)
     say(experiment, f"profile in {time.monotonic() - began:.0f} s")
     lineup = on_rank_zero(lambda: planned(experiment, with_block_times(description, profile), profile, job))
@@ -79,7 +77,7 @@ def measure(experiment: Experiment) -> dict:
             again = with_timings(profiled(experiment), timings)
             timed = with_block_times(description, again)
         for name, entrant in lineup.entrants.items():
-            step = contenders[name].measure(ranks_per_node(), clocked=number == 0)
+            step = contenders[name].measure(ranks_per_node())
             rows[name]["rounds"].append({**asdict(step), **entrant.estimate(timed, job, again.hardware)})
         say(experiment, f"round {number + 1} of {experiment.rounds} in {time.monotonic() - began:.0f} s")
     return {

@@ -13,14 +13,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file as load_safetensors
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from ..errors import CheckpointError, one_line
+from ..errors import CheckpointError
 from ..modeling.split.names import renamed
 from ..reading import read_json
-from .safe import SafePlanner, SafeReader, check_inside, load_file
+from .safe import check_inside, load_file
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 """The file of a model's weights, and that which lists several, as transformers names them."""
@@ -96,9 +93,9 @@ def _found(folder: Path, names: Sequence[str], what: str) -> Path:
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Return a model's whole weights by Hugging Face names. Raise CheckpointError if they cannot be read."""
-    if is_sharded(path):
-        return dict(_unsharded(path, "model"))
+    """Return a model's whole weights by Hugging Face names, from files that are not in shards. Raise CheckpointError
+    if they cannot be read.
+    """
     match path.suffix:
         case ".safetensors":
             return _safetensors(path)
@@ -108,10 +105,10 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_optimizer(path: Path) -> dict[str, Any]:
-    """Return an optimizer's state, `{"state": {...}, "param_groups": [...]}`, by names, or by positions if one
+    """Return an optimizer's whole state, `{"state": {...}, "param_groups": [...]}`, by names, or by positions if one
     process wrote it.
     """
-    state = _unsharded(path, "optimizer") if is_sharded(path) else load_file(path)
+    state = load_file(path)
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
         raise CheckpointError(f"{path} holds no optimizer state; use another checkpoint.")
     return dict(state)
@@ -150,26 +147,3 @@ def _of_several_files(index: Path) -> dict[str, torch.Tensor]:
             f"{index} cannot be read ({type(error).__name__}: {error}); use another checkpoint."
         ) from None
     return {name: value for file in names for name, value in _safetensors(index.parent / check_inside(file)).items()}
-
-
-class _WholePlanner(SafePlanner, _EmptyStateDictLoadPlanner):
-    """Create the tensors that the index names, and read them whole."""
-
-
-def _unsharded(path: Path, key: str) -> Any:  # noqa: ANN401  # whatever the checkpoint contains
-    state: dict[str, Any] = {}
-    reader = SafeReader(path)
-    reader.read_metadata()  # raises our one-line errors now; torch would log a traceback and try again
-    try:
-        _load_state_dict(state, storage_reader=reader, planner=_WholePlanner(), no_dist=True)
-        return state[key]
-    except (CheckpointException, RuntimeError, KeyError, ValueError, OSError, EOFError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({cause_of(error)}); use another checkpoint.") from None
-
-
-def cause_of(error: BaseException) -> str:
-    """Return an error in one line; of torch's exception, which holds errors of all ranks, the first."""
-    if isinstance(error, CheckpointException):
-        rank, (inner, _) = next(iter(sorted(error.failures.items())))
-        return f"rank {rank}: {cause_of(inner)}"
-    return f"{type(error).__name__}: {one_line(error)}"

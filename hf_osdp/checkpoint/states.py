@@ -8,7 +8,8 @@ import math
 import random
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.fsdp import FSDPModule
 
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank
@@ -32,6 +32,7 @@ from ..modeling.split.names import merged_names
 from ..modeling.units import canonical_name, named_parameters
 from ..sharding.gradients import local
 from ..sharding.optimizers import kind_of
+from ..sharding.replicas import is_under_plan
 from ..sharding.state import (
     check_states,
     free_gathered,
@@ -121,14 +122,33 @@ def write_shards(path: Path, state: dict[str, Any], files: FileSystem | None) ->
     """
     writer = FileSystemWriter(path, sync_files=False)  # `CheckpointWriter` flushes all files of the checkpoint
     writer.fs = files or writer.fs
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # in a single process
-        try:
-            save_shards(state, storage_writer=writer, process_group=gloo_group())
-        except CheckpointException as failed:  # raised on every rank if any rank fails
-            raise CheckpointError(
-                f"{path} cannot be written ({layouts.cause_of(failed)}); the previous checkpoint is the last."
-            ) from None
+
+    def error(cause: str) -> CheckpointError:
+        return CheckpointError(f"{path} cannot be written ({cause}); the previous checkpoint is the last.")
+
+    with _errors_in_one_line(error):
+        save_shards(state, storage_writer=writer, process_group=gloo_group())
+
+
+@contextmanager
+def _errors_in_one_line(make: Callable[[str], CheckpointError]) -> Iterator[None]:
+    """Make one line of errors of torch.distributed.checkpoint, which raises on every rank if any rank fails; hide its
+    warning of a single process.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as failed:
+        raise make(_cause_of(failed)) from None
+
+
+def _cause_of(error: BaseException) -> str:
+    """Return an error in one line; of torch's exception, which holds errors of all ranks, the first."""
+    if isinstance(error, CheckpointException):
+        number, (inner, _) = next(iter(sorted(error.failures.items())))
+        return f"rank {number}: {_cause_of(inner)}"
+    return f"{type(error).__name__}: {one_line(error)}"
 
 
 def check_finite(model: nn.Module, folder: str | Path) -> None:
@@ -159,7 +179,7 @@ def load_model(folder: Path, model: nn.Module, *, index: int = 0, trainable_only
     free_gathered(model)
     path = on_rank_zero(lambda: layouts.find_model(folder, index))
     targets = named_weights(model)
-    if layouts.is_sharded(path) and isinstance(model, FSDPModule):
+    if layouts.is_sharded(path):
         keys = _index_of(path).planner_data.values()
         saved = {str(key[1]) for key in keys if key[0] == _MODEL and len(key) > 1}
         names = _saved_names(saved, targets, path, strict=not trainable_only)
@@ -169,8 +189,9 @@ def load_model(folder: Path, model: nn.Module, *, index: int = 0, trainable_only
             if name in names
         }
         _read_shards(path, {_MODEL: found})
-        if others := {name: value for name, value in found.items() if not torch.is_tensor(value)}:
-            model.load_state_dict(others, strict=False)
+        if is_under_plan(model):  # its tensors have been read in place
+            found = {name: value for name, value in found.items() if not torch.is_tensor(value)}
+        model.load_state_dict(found, strict=False)
         return
 
     def read() -> dict[str, torch.Tensor]:
@@ -193,7 +214,7 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
     """
     path = on_rank_zero(lambda: layouts.find_optimizer(folder, index))
     try:
-        if layouts.is_sharded(path) and isinstance(model, FSDPModule):
+        if layouts.is_sharded(path):
             _load_sharded_optimizer(path, model, optimizer)
             return
         groups = [group["params"] for group in optimizer_state(model, optimizer)["param_groups"]]
@@ -238,10 +259,11 @@ def _index_of(path: Path) -> Metadata:
 
 
 def _read_shards(path: Path, state: dict[str, Any]) -> None:
-    try:
+    def error(cause: str) -> CheckpointError:
+        return CheckpointError(f"{path} cannot be read ({cause}); use another checkpoint.")
+
+    with _errors_in_one_line(error):
         load_shards(state, storage_reader=SafeReader(path), planner=SafePlanner(), process_group=gloo_group())
-    except CheckpointException as failed:  # raised on every rank if any rank fails
-        raise CheckpointError(f"{path} cannot be read ({layouts.cause_of(failed)}); use another checkpoint.") from None
 
 
 def _read_on_rank_zero(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank, world_size
-from ..distributed.process_group import all_gather_objects, gloo_group
+from ..distributed.process_group import all_gather_objects, gloo_group, poll
 from ..distributed.stop import waits_in_background
 from ..errors import CheckpointError, one_line
 from ..planner.plan import Plan
@@ -37,11 +36,10 @@ from .folders import (
 )
 from .resume import record_first, recorded_training
 
-_SHARD = re.compile(r"__(\d+)_\d+\.distcp")
+_SHARD = re.compile(r"__\d+_\d+\.distcp")
 """Names of a rank's files in torch.distributed.checkpoint."""
 _VISIBLE_S = 10.0
 """How long a new folder may take to become visible on another machine."""
-_PAUSE_S = 0.05
 _LONGEST_WRITE = timedelta(hours=24)
 _TORCH_WRITER = "PytorchStreamWriter"
 """Part of the message of `torch.save` if the disk is full."""
@@ -125,12 +123,14 @@ class CheckpointWriter:
             if rank() == 0:
                 discard_staging(staged)
             raise
-        manifest = Manifest(files={}, world_size=world_size(), settings={**self.settings, **settings})
-        if plan := self.plan:
-            sends = {**manifest.settings, "communication": plan.communication}
-            manifest = replace(
-                manifest, settings=sends, plan=plan.fingerprint, global_batch_size=plan.global_batch_size
-            )
+        plan, texts = self.plan, {**self.settings, **settings}
+        manifest = Manifest(
+            files={},
+            world_size=world_size(),
+            plan=None if plan is None else plan.fingerprint,
+            global_batch_size=None if plan is None else plan.global_batch_size,
+            settings=texts if plan is None else {**texts, "communication": plan.communication},
+        )
         group = gloo_group()
         if self.in_background and group is not None:
             group = self._group = self._group or dist.new_group(
@@ -168,8 +168,7 @@ class CheckpointWriter:
             while held:
                 path, content = held.popitem()
                 path.write_bytes(content.getbuffer())
-            shards = [(path, _SHARD.fullmatch(path.name)) for path in staging.path.rglob("*.distcp")]
-            own = [path for path, match in shards if match and int(match[1]) == number]
+            own = [path for path in staging.path.rglob(f"__{number}_*.distcp") if _SHARD.fullmatch(path.name)]
             for path in own:
                 flush(path)
             return {str(path.relative_to(staging.path).as_posix()): FileRecord.of(path) for path in own}
@@ -213,14 +212,12 @@ def on_first_rank(act: Callable[[], object]) -> None:
 
 def _wait_for_folder(staged: Path) -> None:
     """Wait until this rank's machine sees the folder that rank 0 made; raise CheckpointError if it does not."""
-    deadline = time.monotonic() + _VISIBLE_S
-    while not staged.is_dir():
-        if time.monotonic() > deadline:
-            raise CheckpointError(
-                f"Rank {rank()} on {socket.gethostname()} does not see {staged}, which rank 0 made; give a folder that"
-                " all machines share."
-            )
-        time.sleep(_PAUSE_S)
+    poll(staged.is_dir, _VISIBLE_S)
+    if not staged.is_dir():
+        raise CheckpointError(
+            f"Rank {rank()} on {socket.gethostname()} does not see {staged}, which rank 0 made; give a folder that"
+            " all machines share."
+        )
 
 
 def _result_or_error(act: Callable[[], T]) -> T | str:

@@ -1,4 +1,4 @@
-"""The command line: `hf-osdp plan | explain | compare | what-if | profile | convert | doctor | config | run | app`."""
+"""The command line: `hf-osdp plan | explain | compare | profile | config | run | app`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import InfeasibleError
-from .commands import compare, convert, doctor, explain, plan
+from .commands import compare, explain, plan
 from .machine_commands import config, profile, run
 from .options import Request, option, with_flags
 from .output import error_line
-from .what_if import what_if
 
 INFEASIBLE, WRONG = 1, 2
 """Exit codes: no plan fits; wrong input, or a model or file that cannot be read."""
@@ -31,48 +30,29 @@ class OneLineErrors(TyperGroup):
     traceback.
     """
 
-    def main(self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **kwargs: Any) -> Any:  # type: ignore[override]  # noqa: ANN401
-        words = sys.argv[1:] if args is None else list(args)
+    def main(self, args: Sequence[str] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]  # noqa: ANN401
         try:
-            code = super().main(words, standalone_mode=False, **kwargs)
+            code = super().main(args, prog_name="hf-osdp", standalone_mode=False)
         except Exception as error:
-            if not standalone_mode:
-                raise
-            if type(error).__name__ == "NoArgsIsHelpError":
-                error.show()  # type: ignore[attr-defined]
-                sys.exit(error.exit_code)  # type: ignore[attr-defined]
-            if (line := error_line(error, words)) is None:
+            if (line := error_line(error)) is None:
                 raise
             typer.echo(f"hf-osdp: {line}", err=True)
-            sys.exit(INFEASIBLE if isinstance(error, InfeasibleError) else getattr(error, "exit_code", WRONG))
-        if not standalone_mode:
-            return code
-        sys.exit(code if isinstance(code, int) else 0)
+            code = INFEASIBLE if isinstance(error, InfeasibleError) else WRONG
+        sys.exit(code)
 
 
 def browser(
     host: Annotated[str, option("ADDRESS", "Address to listen on; 0.0.0.0 for the whole network.")] = "127.0.0.1",
     port: Annotated[int, option("N", "Port to listen on.", min=1, max=65535)] = 7860,
 ) -> None:
-    """Serve the planner as a web page: the plan, memory over the step, a comparison, what-if, and code to copy."""
+    """Serve the planner as a web page: the plan, memory over the step, a comparison, and code to copy."""
     try:
         from .browser import build
     except ImportError as error:
         raise ValueError(
             f"The page needs {error.name}, which is not installed; run: pip install 'hf_osdp[app]'."
         ) from None
-    page = build()
-    try:
-        page.launch(
-            server_name=host, server_port=port, share=False, footer_links=[], quiet=True, prevent_thread_lock=True
-        )
-    except OSError:
-        raise ValueError(
-            f"--host {host} --port {port}: this address cannot be used; give another port, or an address of this"
-            " machine."
-        ) from None
-    typer.echo(f"The planner is at http://{host}:{port}/; press Ctrl-C to stop it.")
-    page.block_thread()
+    build().launch(server_name=host, server_port=port, share=False, footer_links=[], max_file_size="256kb")
 
 
 def _print_version(asked: bool) -> None:
@@ -95,24 +75,20 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     name="hf-osdp",
     help=_HELP,
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 _TO_PLAN = (
     "gpt2-xl --device a100-80 --devices-per-node 8 --memory-limit 16GiB --sequence-length 1024 --global-batch-size 64"
 )
-_COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
+_COMMANDS: dict[str, tuple[Callable[..., object], str]] = {
     "plan": (with_flags(plan, make=Request.of), f"{_TO_PLAN} --output plan.json"),
     "explain": (explain, "plan.json"),
     "compare": (with_flags(compare, make=Request.of, leave_out="strategy"), _TO_PLAN),
-    "what-if": (with_flags(what_if, make=Request.of), _TO_PLAN),
     "profile": (
         with_flags(profile, "precision", "recompute", "compile", "block_classes", "auto_class"),
         "gpt2-xl --sequence-length 1024 --output profile.json",
     ),
-    "convert": (convert, "out/checkpoint-1000 weights --to weights"),
-    "doctor": (with_flags(doctor, make=Request.of), f"{_TO_PLAN} --output-dir out"),
     "config": (with_flags(config, "memory_limit", "precision"), "--memory-limit 16GiB"),
     "run": (run, "--config osdp.yaml train.py --num_train_epochs 1"),
     "app": (browser, "--port 7860"),

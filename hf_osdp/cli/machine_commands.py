@@ -5,11 +5,9 @@ machine.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,27 +15,25 @@ import typer
 
 from ..quantities import parse_limit
 from .cases import load_config, names_in
-from .options import count, option, stated
+from .options import count, option
 from .output import Output
 
 FILE = Path("osdp.yaml")
-_SIZES = "1,2,4"
 _HEAD = """\
 # Written by `hf-osdp config`. To run an unchanged script under a plan:
 #   {launch}
-# Other options of OSDPConfig, such as strategy, plan or recalibrate, go next to `osdp: true`. State dicts: FULL_STATE_DICT or, for large
+# Other options of OSDPConfig, such as strategy or plan, go next to `osdp: true`. State dicts: FULL_STATE_DICT or, for large
 # models, SHARDED_STATE_DICT.
 """  # noqa: E501
 
 
-def of_this_machine(device: str | None, precision: str | None) -> tuple[str, str]:
+def _of_this_machine(device: str | None, precision: str | None) -> tuple[str, str]:
     """Return the device type, `cpu` or `cuda`, and the mixed precision; this machine's defaults replace None."""
     import torch
 
-    from ..preparation.preflight import bf16_on
-
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return device, precision or ("bf16" if bf16_on(None, device) else "no")
+    computes_bf16 = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return device, precision or ("bf16" if computes_bf16 else "no")
 
 
 def config(
@@ -55,8 +51,9 @@ def config(
 ) -> None:
     """Write an accelerate configuration for a machine, and print the command that starts a script with it."""
     import torch
+    import yaml
 
-    kind, precision = of_this_machine(device, flags["precision"])
+    kind, precision = _of_this_machine(device, flags["precision"])
     here = torch.cuda.device_count() if kind == "cuda" else min(2, os.cpu_count() or 1)
     if not (processes := devices_per_node or here):
         raise ValueError(
@@ -66,98 +63,55 @@ def config(
         parse_limit(memory_limit, name="--memory-limit")
     if output.exists() and not force:
         raise ValueError(f"{output} is there already; give --force to overwrite it, or another --output.")
-    options = {"memory_limit": memory_limit} if memory_limit else {}
-    text, launch = launch_file(kind, num_nodes, processes, precision, options, path=output, main_address=main_address)
-    output.write_text(text, encoding="utf-8")
-    where = f"{num_nodes} x {processes}" if num_nodes > 1 else str(processes)
-    typer.echo(f"{output}: {where} processes on {kind}, precision {precision}. Start a script with:\n{launch}")
-    if num_nodes > 1:
-        typer.echo(
-            f"on the first machine, with --machine_rank 1{' and so on' if num_nodes > 2 else ''} on the others."
+    host, _, port = (main_address or "").partition(":")
+    if (num_nodes > 1) != bool(host) or not (port or "0").isdecimal():
+        raise ValueError(
+            f"--num-nodes {num_nodes} with --main-address {main_address}: give both for several machines, or neither;"
+            " the address is HOST or HOST:PORT of the first machine."
         )
-
-
-def launch_file(
-    device: str,
-    nodes: int,
-    devices_per_node: int,
-    precision: str,
-    options: Mapping[str, object],
-    *,
-    path: Path,
-    main_address: str | None,
-) -> tuple[str, str]:
-    """Return the text of an accelerate configuration, and the command that starts a script with the file at `path`.
-
-    `options` go next to `osdp: true`; `main_address` is HOST or HOST:PORT of the first of several machines.
-    """
-    import yaml
-
-    on_cpu = {"use_cpu": True} if device == "cpu" else {}
+    several = {"main_process_ip": host, "main_process_port": int(port or 29500), "rdzv_backend": "static"}
+    on_cpu = {"use_cpu": True} if kind == "cpu" else {}
     content: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP",  # on the CPU too: it makes accelerate start several processes
         **on_cpu,
-        "num_machines": nodes,
-        "num_processes": nodes * devices_per_node,
+        "num_machines": num_nodes,
+        "num_processes": num_nodes * processes,
         "machine_rank": 0,
-        **_rendezvous(nodes, main_address),
+        **({"main_process_port": 0} if num_nodes == 1 else {**several, "same_network": True}),
         "mixed_precision": precision,
         "fsdp_config": {
             "fsdp_version": 2,
             "fsdp_state_dict_type": "FULL_STATE_DICT",
             "fsdp_cpu_ram_efficient_loading": False,
-            "fsdp_sharding_strategy": {"osdp": True, **on_cpu, **options},
+            "fsdp_sharding_strategy": {
+                "osdp": True, **on_cpu, **({"memory_limit": memory_limit} if memory_limit else {})
+            },
         },
-    }
-    rank = "--machine_rank 0 " if nodes > 1 else ""
-    launch = f"accelerate launch --config_file {shlex.quote(str(path))} {rank}-m hf_osdp.run train.py ARGUMENTS..."
-    return _HEAD.format(launch=launch) + yaml.safe_dump(content, sort_keys=False), launch
-
-
-def _rendezvous(num_nodes: int, address: str | None) -> dict[str, Any]:
-    if num_nodes == 1:
-        if address is not None:
-            raise ValueError(
-                f"--main-address {address} has no effect on one machine; leave it out, or give --num-nodes."
-            )
-        return {"main_process_port": 0}
-    host, _, port = (address or "").partition(":")
-    if not host or not (port or "29500").isdecimal():
-        raise ValueError(
-            f"--num-nodes {num_nodes} needs --main-address HOST or HOST:PORT, the address of the first machine."
-        )
-    return {
-        "main_process_ip": host,
-        "main_process_port": int(port or 29500),
-        "rdzv_backend": "static",
-        "same_network": True,
-    }
+    }  # fmt: skip
+    rank = "--machine_rank 0 " if num_nodes > 1 else ""
+    launch = f"accelerate launch --config_file {shlex.quote(str(output))} {rank}-m hf_osdp.run train.py ARGUMENTS..."
+    output.write_text(_HEAD.format(launch=launch) + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    machines = f", on each of {num_nodes} machines with its own --machine_rank" if num_nodes > 1 else ""
+    typer.echo(
+        f"{output}: {num_nodes * processes} processes on {kind}, precision {precision}. Start a script{machines} with:"
+        f"\n{launch}"
+    )
 
 
 def run(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The training script, followed by its arguments.")],
-    config: Annotated[Path, typer.Option("--config", metavar="FILE", help="The accelerate configuration.")] = FILE,
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="The training script, followed by its arguments.")],
+    config: Annotated[Path, option("FILE", "The accelerate configuration, which `hf-osdp config` writes.")] = FILE,
 ) -> None:
     """Run an unchanged training script under a plan, like `accelerate launch -m hf_osdp.run`."""
-    for path, remedy in (
-        (config, "write it with hf-osdp config, or name another with --config"),
-        (Path(script), "name a script"),
-    ):
+    for path in (config, script):
         if not path.is_file():
-            raise ValueError(f"There is no file {path}; {remedy}.")
-    command = [
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(config),
-        "-m",
-        "hf_osdp.run",
-        script,
-        *context.args,
-    ]
-    os.execv(sys.executable, [sys.executable, *command])
+            raise ValueError(
+                f"There is no file {path}; give a script and, with --config, the file that hf-osdp config writes."
+            )
+    launch = ["-m", "accelerate.commands.launch", "--config_file", str(config), "-m", "hf_osdp.run"]
+    os.execv(sys.executable, [sys.executable, *launch, str(script), *context.args])
 
 
 def profile(
@@ -170,7 +124,7 @@ def profile(
     sequence_length: Annotated[int | None, count("Tokens per sample, for MODEL.")] = None,
     micro_batch_sizes: Annotated[
         str, option("N,N,...", "Sizes to time MODEL at; the plan's should be within their range.")
-    ] = _SIZES,
+    ] = "1,2,4",
     device: Annotated[
         Literal["cpu", "cuda"] | None, option("cpu|cuda", "Device to measure; default: CUDA if torch finds it.")
     ] = None,
@@ -184,15 +138,9 @@ def profile(
     torchrun --nproc-per-node 8 -m hf_osdp profile MODEL --sequence-length 1024 --output profile.json
     """
     screen = Output(output=output)
-    if not re.fullmatch("[1-9][0-9]*(,[1-9][0-9]*)*", micro_batch_sizes.replace(" ", "")):
-        rule = "must be whole numbers of at least 1, separated by commas, for example 1,2,4."
-        raise ValueError(f"--micro-batch-sizes {micro_batch_sizes!r} {rule}")
-    if model is not None and sequence_length is None:
-        raise ValueError("MODEL is timed at one sequence length; give --sequence-length.")
-    own = {"--sequence-length": sequence_length is not None, "--micro-batch-sizes": micro_batch_sizes != _SIZES}
-    if model is None and (useless := [*(name for name, is_stated in own.items() if is_stated), *stated(flags)]):
+    if (model is None) != (sequence_length is None):
         raise ValueError(
-            f"{useless[0]} concerns MODEL's blocks, but no MODEL was given; give one, or leave the option out."
+            "Blocks of a MODEL are timed at one sequence length; give MODEL and --sequence-length, or neither."
         )
     import torch.distributed as dist
 
@@ -200,15 +148,16 @@ def profile(
     from ..measurement.block_times import TimedModel
     from ..measurement.machine import measure_profile
     from ..planner.training_job import Precision
-    from ..report.run_tables import profile_tables
+    from ..report.tables import profile_parts
     from ..sharding.environment import form_process_group
 
     timed = None
-    device_type, precision = of_this_machine(device, flags["precision"])
+    device_type, precision = _of_this_machine(device, flags["precision"])
+    sizes: Any = tuple(int(size) if size.isdecimal() else size for size in names_in(micro_batch_sizes))
     if model is not None and sequence_length is not None:
         timed = TimedModel(
             model_or_config=load_config(model), sequence_length=sequence_length,
-            micro_batch_sizes=tuple(map(int, micro_batch_sizes.split(","))),
+            micro_batch_sizes=sizes,
             compute_dtype=Precision.named(precision).compute,
             activation_checkpointing=bool(flags["recompute"]),
             compile=flags["compile"], auto_class=flags["auto_class"],
@@ -225,7 +174,5 @@ def profile(
     if launched_rank():
         return
     found.save(output)
-    blocks = f", blocks with precision {precision}" if timed else ""
-    screen.print(
-        *profile_tables(found), f"Measured in {time.perf_counter() - started:.0f} s{blocks}. Profile: {output}"
-    )
+    used = f"Blocks: precision {precision}. " if timed else ""
+    screen.print(*profile_parts(found), f"Measured in {time.perf_counter() - started:.0f} s. {used}Profile: {output}")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -36,15 +35,9 @@ PlotFile = Annotated[
 ]
 
 
-_REQUESTED = {
-    "Memory": ("host_memory",),
-    "Devices": ("device", "num_nodes", "devices_per_node", "precision"),
-    "Model": ("optimizer", "lora_rank", "lora_targets", "quantize", "auto_class"),
-}
-"""Flags that are not options of a run, by subject (`GROUPS`)."""
 _ONLY_RUNS = {
     "inputs", "on_oom", "plan", "compare", "reduce_every_micro_step", "hardware", "nodes", "time_blocks",
-    "recalibrate", *GROUPS["Run"],
+    *GROUPS["Run"],
 }  # fmt: skip
 """Options of a run that have no flag here."""
 _REQUIRED = ("sequence_length", "global_batch_size")
@@ -119,58 +112,38 @@ class Request:
 
     @classmethod
     def of(cls, **flags: Any) -> Request:
-        """Return the request of these flags; a ValueError about the configuration names flags."""
-        own = {field.name for field in fields(cls)}
-        options = {name: value for name, value in flags.items() if name not in own}
-        try:
-            config = OSDPConfig(**options)
-        except ValueError as error:
-            raise ValueError(re.sub(r"(\w+)=(True|False|)", partial(_as_flag, options), str(error))) from None
-        return cls(config=config, **{name: value for name, value in flags.items() if name in own})
-
-
-def _as_flag(options: Mapping[str, object], option: re.Match[str]) -> str:
-    """Return `name=value` of one of the options as a flag, such as `--no-name` for False."""
-    name, value = option.groups()
-    if name not in options:
-        return option[0]
-    flag = flag_of(name)
-    return {"True": flag, "False": flag.replace("--", "--no-", 1)}.get(value, f"{flag}=")
+        """Return the request of these flags."""
+        own = {field.name: flags.pop(field.name) for field in fields(cls) if field.name in flags}
+        return cls(config=OSDPConfig(**flags), **own)
 
 
 @cache
 def _flags() -> dict[str, inspect.Parameter]:
-    """Return the flags that describe a planning problem: those of `OSDPConfig`'s options, and those of `Request`."""
-    hints, texts, own = get_type_hints(OSDPConfig), option_texts(), get_type_hints(Request, include_extras=True)
-    options, requested = (inspect.signature(cls).parameters for cls in (OSDPConfig, Request))
-    found = {"model": requested["model"].replace(annotation=own["model"])}
-    for group in {**GROUPS, **_REQUESTED}:
-        for name in (*GROUPS.get(group, ()), *_REQUESTED.get(group, ())):
-            if name in _ONLY_RUNS:
-                continue
-            if name in requested:
-                found[name] = requested[name].replace(annotation=own[name])
-            else:
-                flag = _flag(name, hints[name], texts.get(name), options[name].default)
-                default = inspect.Parameter.empty if name in _REQUIRED else options[name].default
-                found[name] = options[name].replace(annotation=flag, default=default)
-            found[name].annotation.__metadata__[0].rich_help_panel = group
+    """Return the flags that describe a planning problem: those of `Request`, and those of `OSDPConfig`'s options."""
+    hints, texts, options = get_type_hints(OSDPConfig), option_texts(), inspect.signature(OSDPConfig).parameters
+    _, *requested = inspect.signature(Request, eval_str=True).parameters.values()
+    found = {parameter.name: parameter for parameter in requested}
+    for panel, names in GROUPS.items():
+        for name in (name for name in names if name not in _ONLY_RUNS):
+            default = inspect.Parameter.empty if name in _REQUIRED else options[name].default
+            flag = _flag(name, hints[name], default, help=texts.get(name), rich_help_panel=panel)
+            found[name] = options[name].replace(annotation=flag, default=default)
     return found
 
 
-def _flag(name: str, allowed: Any, text: str | None, default: object) -> Any:  # noqa: ANN401
+def _flag(name: str, allowed: Any, default: object, **shown: Any) -> Any:  # noqa: ANN401
     """Return the annotation of a flag for an option of `OSDPConfig`: type and form on a command line."""
     kinds = (allowed,) if get_origin(allowed) is Literal else get_args(allowed) or (allowed,)
     kind = str if str in kinds else kinds[0]
     metavar = {int: "N", float: "SHARE", bool: None}.get(kind, _VALUES.get(name, "NAME"))
     least = LEAST.get(name, 1) if kind is int else None
-    shown = typer.Option(*_WRITTEN.get(name, ()), metavar=metavar, help=text, min=least)
-    return Annotated[kind if default is not None or name in _REQUIRED else kind | None, shown]
+    flag = typer.Option(*_WRITTEN.get(name, ()), metavar=metavar, min=least, **shown)
+    return Annotated[kind | None if default is None else kind, flag]
 
 
 def with_flags(
-    command: Callable[..., None], *names: str, make: Callable[..., object] = dict, leave_out: str = ""
-) -> Callable[..., None]:
+    command: Callable[..., object], *names: str, make: Callable[..., object] = dict, leave_out: str = ""
+) -> Callable[..., object]:
     """Return a typer command with shared flags in addition to its own options; its first parameter receives
     `make(**flags)`.
 
@@ -178,26 +151,18 @@ def with_flags(
     keeps its default.
     """
     shared = [flag for name, flag in _flags().items() if name != leave_out and (not names or name in names)]
-    own = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for parameter in inspect.signature(command, eval_str=True).parameters.values()
-    ][1:]
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
 
     @wraps(command)
-    def run(**options: object) -> None:
-        flags = {parameter.name: options.pop(parameter.name) for parameter in shared}
-        command(make(**flags), **options)
+    def run(**options: object) -> object:
+        return command(make(**{flag.name: options.pop(flag.name) for flag in shared}), **options)
 
-    run.__signature__ = inspect.Signature([*own, *shared] if names else [*shared, *own])  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*shared, *own)}
+    parameters = [flag.replace(kind=inspect.Parameter.KEYWORD_ONLY) for flag in (*shared, *own)]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {flag.name: flag.annotation for flag in parameters}
     return run
 
 
 def flag_of(name: str) -> str:
     """`memory_limit` → `--memory-limit`."""
     return _WRITTEN.get(name, (f"--{name.replace('_', '-')}",))[0].partition("/")[0]
-
-
-def stated(flags: Mapping[str, Any]) -> list[str]:
-    """Return the flags that do not have their default value, as written on the command line."""
-    return [flag_of(name) for name, value in flags.items() if value != _flags()[name].default]

@@ -1,9 +1,9 @@
-"""Collectives of a unit: FSDP2's own, or in two stages over nodes; and listeners to them."""
+"""Collectives of a unit: FSDP2's own, or in two stages over nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from ..planner.hardware import Collective
 from .fsdp_internals import AllGather, DefaultAllGather, DefaultReduceScatter, ReduceScatter
 
 # torch 2.13 deprecates the names that 2.11 has.
@@ -21,25 +20,6 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
 """FSDP2 passes either."""
-
-
-Listener = Callable[[Collective, dist.ProcessGroup, int], AbstractContextManager[None]]
-"""Returns a context for a collective of this rank, given its kind, its group and the bytes of the whole tensor.
-
-When the context ends, the collective has been issued. On the CPU it has also finished, unless it returned a work to
-wait for.
-"""
-_listeners: list[Listener] = []
-"""Global to the process: autograd runs backward in its own threads, which do not inherit context variables."""
-
-
-@contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    _listeners.append(listener)
-    try:
-        yield
-    finally:
-        _listeners.remove(listener)
 
 
 def gather_rows(local: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -53,15 +33,6 @@ def gather_rows(local: torch.Tensor, rows: int, group: dist.ProcessGroup) -> tor
     part[: local.shape[0]] = local
     all_gather_single(whole, part, group=group)
     return whole[:rows]
-
-
-@contextmanager
-def announced(collective: Collective, group: dist.ProcessGroup, whole: torch.Tensor) -> Iterator[None]:
-    """Tell the listeners that one collective of the tensor `whole` is issued inside the context."""
-    with ExitStack() as stack:
-        for listener in _listeners:
-            stack.enter_context(listener(collective, group, whole.nbytes))
-        yield
 
 
 class Works(dist.Work):
@@ -186,14 +157,12 @@ class TransportAllGather(AllGather):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         if self.stages is None:
-            with announced(Collective.ALL_GATHER, group, output_tensor):
-                return self.transport.all_gather([output_tensor], [input_tensor], group, async_op=async_op)
-        with announced(Collective.TWO_STAGE_ALL_GATHER, group, output_tensor):
-            nodes = self.stages.between.size()
-            between_nodes = input_tensor.new_empty(nodes * input_tensor.numel())
-            self.between.all_gather([between_nodes], [input_tensor], self.stages.between)
-            parts = output_tensor.chunk(nodes), between_nodes.chunk(nodes)
-            return self.transport.all_gather(*parts, self.stages.within, async_op=async_op)
+            return self.transport.all_gather([output_tensor], [input_tensor], group, async_op=async_op)
+        nodes = self.stages.between.size()
+        between_nodes = input_tensor.new_empty(nodes * input_tensor.numel())
+        self.between.all_gather([between_nodes], [input_tensor], self.stages.between)
+        parts = output_tensor.chunk(nodes), between_nodes.chunk(nodes)
+        return self.transport.all_gather(*parts, self.stages.within, async_op=async_op)
 
 
 class TransportReduceScatter(ReduceScatter):
@@ -216,20 +185,16 @@ class TransportReduceScatter(ReduceScatter):
         async_op: bool = False,
     ) -> None:
         if self.stages is None:
-            with announced(Collective.REDUCE_SCATTER, group, input_tensor):
-                self.transport.reduce_scatter([output_tensor], [input_tensor], op, group)
+            self.transport.reduce_scatter([output_tensor], [input_tensor], op, group)
             return
-        with announced(Collective.TWO_STAGE_REDUCE_SCATTER, group, input_tensor):
-            nodes = self.stages.between.size()
-            between_nodes = output_tensor.new_empty(nodes * output_tensor.numel())
-            self.transport.reduce_scatter(
-                between_nodes.chunk(nodes), input_tensor.chunk(nodes), op, self.stages.within
-            )
-            # A mean of means is the mean; a factor (PREMUL_SUM) was applied in the first stage.
-            second = (
-                dist.ReduceOp.AVG if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM
-            )  # `in` misses a ReduceOp that holds AVG
-            self.between.reduce_scatter([output_tensor], [between_nodes], second, self.stages.between)
+        nodes = self.stages.between.size()
+        between_nodes = output_tensor.new_empty(nodes * output_tensor.numel())
+        self.transport.reduce_scatter(between_nodes.chunk(nodes), input_tensor.chunk(nodes), op, self.stages.within)
+        # A mean of means is the mean; a factor (PREMUL_SUM) was applied in the first stage.
+        second = (
+            dist.ReduceOp.AVG if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM
+        )  # `in` misses a ReduceOp that holds AVG
+        self.between.reduce_scatter([output_tensor], [between_nodes], second, self.stages.between)
 
 
 def unit_collectives(

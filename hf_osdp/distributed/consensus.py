@@ -16,9 +16,10 @@ from ..errors import OSDPError, PlanMismatchError, one_line
 from ..modeling.identity import configuration_texts, text_of
 from ..planner.plan import Plan
 from ..planner.training_job import OptimizerSpec, Precision
+from ..versions import package_versions
 from .device import own_gpu
 from .mesh import rank, world_size
-from .process_group import all_gather_objects, are_several_ranks, check_ranks, differences, gloo_group
+from .process_group import all_gather_objects, are_several_ranks, differences, gloo_group
 
 T = TypeVar("T")
 _SAME_MEMORY = 0.02
@@ -93,12 +94,11 @@ def require_same_run(model: nn.Module, *asked: object, **more: object) -> None:
     """
     if not are_several_ranks():
         return
-    check_ranks()
     options = {
         field.name: getattr(one, field.name) for one in asked if is_dataclass(one) for field in fields(one)
     } | more
     texts = {name: _option_text(name, value) for name, value in options.items() if name != "sequence_length"}
-    require_same({"the model": _model_text(model), **configuration_texts(model), **texts})
+    require_same({**package_versions(), "the model": _model_text(model), **configuration_texts(model), **texts})
     if options.get("device_type") == "cuda":  # CPUs and their memory may differ
         found = torch.cuda.get_device_properties(own_gpu()) if torch.cuda.is_available() else None
         memories = [nbytes for nbytes in all_gather_objects(found.total_memory if found else 0) if nbytes] or [0]

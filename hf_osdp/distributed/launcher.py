@@ -46,11 +46,6 @@ def launched_world_size() -> int:
     return number("WORLD_SIZE", 1)
 
 
-def master_address() -> str:
-    """Return where rank 0's store listens, for messages."""
-    return f"{variable('MASTER_ADDR', 'unknown')}:{variable('MASTER_PORT', 'unknown')}"
-
-
 def is_torchruns_store() -> bool:
     """Return whether the store of `env://` is torchrun's, which outlives ranks."""
     return variable("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -77,16 +72,16 @@ def restart_count() -> int:
     return max(map(_count, ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")))
 
 
-def most_restarts() -> int:
-    """Return torchrun's `--max-restarts`."""
-    return _count("TORCHELASTIC_MAX_RESTARTS")
-
-
 def restarts_left() -> int | None:
     """Return how many restarts of this run torchrun has left; None if it has not started this process."""
     return (
         None if not variable("TORCHELASTIC_RUN_ID") else max(0, most_restarts() - _count("TORCHELASTIC_RESTART_COUNT"))
     )
+
+
+def most_restarts() -> int:
+    """Return how often torchrun may start this run again; 0 if it has not started this process."""
+    return _count("TORCHELASTIC_MAX_RESTARTS")
 
 
 def _count(name: str) -> int:

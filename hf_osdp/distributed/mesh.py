@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import HardwareError
+from ..planner.decision import REPLICAS, WHOLE_WORLD, groups_of
 from ..planner.plan import Plan
 from ..planner.training_job import divisors
 from .collectives import Stages
 from .device import own_gpu
 from .launcher import variables
-from .process_group import all_gather_objects, host_barrier
+from .process_group import all_gather_objects, host_barrier, own_timeout
 
 REPLICATE_AXIS = "replicate"
 SHARD_AXIS = "shard"
@@ -44,9 +45,6 @@ class Meshes:
     Shard groups are neighbouring ranks, so that they stay inside a node if their size allows it.
     """
 
-    is_silent = False
-    """Whether collectives send nothing, so that each rank runs alone."""
-
     def __init__(self, device_type: str) -> None:
         """Take `"cuda"` or `"cpu"`, as `init_device_mesh` does; raise ValueError without a process group."""
         if not dist.is_initialized():
@@ -57,6 +55,9 @@ class Meshes:
         self.device_type = device_type
         self.world_size = dist.get_world_size()
         self._formed: dict[Layout, DeviceMesh] = {}
+        self._replicas: dist.ProcessGroup | None = None
+        self._is_shared = True
+        """Whether the plan has replicas and units of FSDP2 over all ranks."""
 
     def mesh(self, shard_size: int) -> DeviceMesh:
         """Return the mesh whose shard axis has `shard_size` ranks: (W,) if all W ranks shard, else (W / shard_size,
@@ -79,10 +80,16 @@ class Meshes:
             within=nodes.get_group(SHARD_AXIS),
         )
 
-    def form(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-        """Make one mesh, real or in a subclass without communication. Collective."""
-        host_barrier()
-        return init_device_mesh(self.device_type, shape, mesh_dim_names=names)
+    def replicas(self) -> dist.ProcessGroup:
+        """Return the group of all ranks for replicated units: one of their own beside units of FSDP2 that use the
+        default group, because their reductions keep an order of their own.
+        """
+        if not self._is_shared:
+            return dist.distributed_c10d._get_default_group()
+        if self._replicas is None:
+            host_barrier()
+            self._replicas = dist.new_group(timeout=own_timeout(dist.distributed_c10d._get_default_group()))
+        return self._replicas
 
     def prepare(self, plan: Plan) -> None:
         """Make all meshes that the plan needs, in the same order on every rank. Collective."""
@@ -91,18 +98,15 @@ class Meshes:
                 self.mesh(shard_size)
             else:
                 self.stages(shard_size, stage_size)
-
-    def keep(self, plan: Plan) -> None:
-        """Destroy the process groups that the plan does not need, because each holds memory on the device.
-
-        Collective.
-        """
-        for layout in sorted(set(self._formed) - self._needed(plan)):
-            destroy_mesh(self._formed.pop(layout))
+        used = {group for unit in plan.units for group in groups_of(unit, self.world_size)}
+        self._is_shared = {REPLICAS, WHOLE_WORLD} <= used
+        if self._is_shared and self.world_size > 1:
+            self.replicas()
 
     def _mesh(self, layout: Layout, axes: dict[str, int]) -> DeviceMesh:
         if layout not in self._formed:
-            self._formed[layout] = self.form(tuple(axes.values()), tuple(axes))
+            host_barrier()
+            self._formed[layout] = init_device_mesh(self.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         return self._formed[layout]
 
     def _needed(self, plan: Plan) -> set[Layout]:
@@ -127,13 +131,6 @@ def stage_axes(world_size: int, shard_size: int, stage_size: int) -> dict[str, i
     See `Meshes.stages`.
     """
     return {REPLICATE_AXIS: world_size // shard_size, NODES_AXIS: shard_size // stage_size, SHARD_AXIS: stage_size}
-
-
-def destroy_mesh(mesh: DeviceMesh) -> None:
-    """Destroy a mesh's process groups, except the default one. Collective."""
-    for group in mesh.get_all_groups():
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
 
 
 def world_size() -> int:

@@ -1,21 +1,17 @@
-"""The process group: check launched ranks and their versions, a group for long waits, and calls that every rank
-must make.
-"""
+"""The process group: preparation for it, a group for long waits, and calls that every rank must make."""
 
 from __future__ import annotations
 
-import functools
-import json
 import logging
-import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from itertools import groupby
-from typing import TypedDict, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,21 +20,10 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
 from ..errors import LaunchError, OSDPError, one_line
-from ..versions import package_versions
 from .device import prefer_expandable_segments
-from .launcher import (
-    is_torchruns_store,
-    launched_rank,
-    launched_world_size,
-    master_address,
-    most_restarts,
-    number,
-    variable,
-)
+from .launcher import is_torchruns_store, launched_rank, launched_world_size, most_restarts, number, variable
 
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
-TIMEOUT_VARIABLE = "OSDP_LAUNCH_TIMEOUT_S"
 ALL_CALL_S = 300.0
 """How long `require_all` waits: longer than a rank may log or write beforehand, less than NCCL's 600 s."""
 _LONGEST_WAIT = timedelta(hours=6)
@@ -47,9 +32,10 @@ _LONGEST_WAIT = timedelta(hours=6)
 If a rank ends, the others stop waiting.
 """
 _POLL_S = 0.05
-_READ_S = 2.0
-"""How much longer than rank 0 the others wait, and how long rank 0 waits while they read a refusal."""
+_START_S = 300.0
+"""How long ranks of one launch wait for each other; torchrun has started all of them."""
 _KEY = "hf_osdp/start"
+_log = logging.getLogger(__name__)
 
 _gloo_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _step_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -57,180 +43,72 @@ _calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """How often all ranks have called `require_all`."""
 
 
-class RankReport(TypedDict):
-    """What a rank tells the others at the start, as JSON.
-
-    `token` identifies this call, so that a restart differs from earlier starts.
-    """
-
-    rank: int
-    ranks: int
-    host: str
-    process: int
-    token: str
-    versions: dict[str, str]
-
-
-def check_ranks() -> None:
-    """Wait until every launched rank has started, and compare their versions. Collective.
-
-    Ranks report in the store of `env://` or of the process group, and wait for `OSDP_LAUNCH_TIMEOUT_S` (300 s). A
-    single process returns at once. First, `prefer_expandable_segments` sets up CUDA's allocator.
-
-    Raise LaunchError, with the same message on every rank that reported, if ranks are missing or run different
-    versions. Also raise it if a rank was started twice, or rank 0's machine cannot be reached.
-    """
-    prefer_expandable_segments()  # before the process group, which initialises CUDA
-    limit_s = launch_timeout_s()
-    if are_several_ranks():
-        rank, size, store = dist.get_rank(), dist.get_world_size(), _store("start")
-        shared = most_restarts() and is_torchruns_store()
-        if rank == 0 and shared and not _env_store.cache_info().currsize:  # otherwise `_collect` has cleared it
-            _log.warning(
-                "A restart may hang, since torchrun keeps its store: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for"
-                " torchrun."
-            )
-    elif dist.is_initialized() or not all(map(variable, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))):
-        return
-    else:
-        rank, size = launched_rank(), launched_world_size()
-        if size == 1:
-            return
-        store = _env_store(rank, number("MASTER_PORT"), limit_s)
-    mine = RankReport(
-        rank=rank, ranks=size, host=socket.gethostname(), process=os.getpid(), token=uuid.uuid4().hex,
-        versions=package_versions(),
-    )  # fmt: skip
-    try:
-        reports = (_collect if rank == 0 else _report)(store, mine, limit_s)
-    except RuntimeError as error:  # torch's errors of stores
-        raise LaunchError(
-            f"Rank {rank} on {mine['host']} lost rank 0's machine at {master_address()} while ranks reported"
-            f" ({_reason(error)}):"
-            " a process there ended; its own output shows why."
-        ) from error
-    if line := refusal(reports, waited_s=limit_s):
-        if rank == 0:
-            time.sleep(_READ_S)  # this process may host the store from which the others read
-        raise LaunchError(line)
-
-
-def launch_timeout_s() -> float:
-    """Return the seconds to wait for launched ranks: `OSDP_LAUNCH_TIMEOUT_S`, else 300, the default of `TCPStore`."""
-    text = variable(TIMEOUT_VARIABLE, "300")
-    with suppress(ValueError):
-        if 0 < float(text) < float("inf"):
-            return float(text)
-    raise ValueError(
-        f"{TIMEOUT_VARIABLE}={text} is not a number of seconds above 0; give one, such as 300, or leave it out."
-    )
-
-
-def _collect(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]:
-    """Wait on rank 0 for the others' reports, and publish all. A new token for each start separates them from those of
-    earlier starts.
+def prepare_group() -> None:
+    """Prepare for the process group of `env://`: CUDA's allocator, and torchrun's store. Collective, unless the group
+    has formed.
 
     torchrun keeps its store over restarts (pytorch issue 135712): gloo would find addresses of processes that have
-    ended. They are deleted here, before any rank can form the group.
+    ended. Rank 0 deletes them once all ranks of this start are here, before any of them can form the group.
     """
-    space = PrefixStore(f"{_KEY}/{mine['token']}", store)
-    store.set(_KEY, mine["token"])
-    keys = [str(rank) for rank in range(1, mine["ranks"])]
-    _poll(lambda: space.check(keys), limit_s)
-    reports: list[RankReport] = [mine, *(json.loads(space.get(key)) for key in keys if space.check([key]))]
+    prefer_expandable_segments()  # before the process group, which initialises CUDA
+    rank, ranks = launched_rank(), launched_world_size()
+    if ranks == 1 or not is_torchruns_store():
+        return
     if not dist.is_initialized():
-        for key in filter(lambda key: key.startswith("default_pg/"), store.list_keys()):
-            store.delete_key(key)
-    space.set("reports", json.dumps(reports))
-    return reports
-
-
-def _report(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]:
-    """Report on another rank to rank 0's latest start, until the answer contains this call's token."""
-    seen, until, problem = (
-        "",
-        time.monotonic() + limit_s + _READ_S,
-        f"waited {limit_s:g} s at {master_address()} for rank 0",
-    )
-    while time.monotonic() < until:
-        token = store.get(_KEY).decode() if store.check([_KEY]) else ""
-        space = PrefixStore(f"{_KEY}/{seen}", store)
-        if seen and space.check(["reports"]):  # before reading about a later start of rank 0
-            reports: list[RankReport] = json.loads(space.get("reports"))
-            if mine["token"] in [report["token"] for report in reports]:
-                return reports
-            if mine["ranks"] != reports[0]["ranks"]:
-                problem = f"was started as one of {mine['ranks']} ranks, and rank 0 at {master_address()} as one of {reports[0]['ranks']}"  # noqa: E501
-            others = [f"process {one['process']} on {one['host']}" for one in reports if one["rank"] == mine["rank"]]
-            if others and others != [f"process {mine['process']} on {mine['host']}"]:
-                problem = f"was started twice: rank 0 at {master_address()} counts {others[0]}"
-                if not is_torchruns_store():  # the store started with rank 0's process, so that this is not a restart
-                    break
-        if token != seen:
-            seen = token
-            store.set(f"{_KEY}/{seen}/{mine['rank']}", json.dumps(mine))
-        time.sleep(_POLL_S / 5)
-    raise LaunchError(
-        f"Rank {mine['rank']} on {mine['host']} {problem}. Look at rank 0's output, start each rank once, and give"
-        " each machine its own"
-        " --machine_rank (--node-rank) and the same number of processes; if rank 0 only needs longer, raise"
-        f" {TIMEOUT_VARIABLE}."
-    )
-
-
-@functools.cache  # rank 0's server must live until the process group's store has joined it
-def _env_store(rank: int, port: int, limit_s: float) -> Store:
-    """Open the store of `env://`, without waiting for others to join it."""
-    hosts, timeout = rank == 0 and not is_torchruns_store(), timedelta(seconds=limit_s)
-    try:  # multi-tenant: the group's own store then joins this server
-        return TCPStore(
-            variable("MASTER_ADDR"), port, is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=hosts
+        _meet(variable("MASTER_ADDR"), number("MASTER_PORT"), rank, ranks)
+    elif rank == 0 and most_restarts() and not _meet.cache_info().currsize:  # the script formed the group
+        _log.warning(
+            "A restart may hang, since torchrun keeps its store: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for"
+            " torchrun."
         )
+
+
+@cache
+def _meet(address: str, port: int, rank: int, ranks: int) -> None:
+    """Meet all ranks of this start in torchrun's store, once in each process."""
+    try:
+        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_START_S))
+        _forget_earlier_start(store, ranks) if rank == 0 else _meet_rank_zero(store, rank)
     except RuntimeError as error:
-        failed = f"could not reach rank 0's machine at {master_address()} within {limit_s:g} s"
-        remedy = (
-            "start the command there too, give every machine its address (main_process_ip, main_process_port;"
-            " torchrun: --master-addr,"
-            " --master-port), and let the firewall pass this port"
-        )
-        if hosts:
-            failed = f"cannot wait for the others at {master_address()}"
-            remedy = "another run may hold the port: end it, or set MASTER_PORT to a free one on every machine"
-        raise LaunchError(f"Rank {rank} on {socket.gethostname()} {failed} ({_reason(error)}); {remedy}.") from error
+        raise LaunchError(
+            f"Rank {rank} did not meet the other ranks of this start at {address}:{port}; look at their output"
+            f" ({one_line(error)[:200]})."
+        ) from error
 
 
-def refusal(reports: Sequence[RankReport], *, waited_s: float) -> str | None:
-    """Return a message about ranks whose versions or number of ranks differ, else about those that did not report;
-    None if all is well.
+def _forget_earlier_start(store: Store, ranks: int) -> None:
+    """Wait on rank 0 for the others, each of which tells a token, and delete the addresses of earlier starts.
+
+    Keys begin with a new token of rank 0, and the answer has those of all, so that no rank takes the answer of an
+    earlier start for its own.
     """
-    values_of_rank = {
-        report["rank"]: {**report["versions"], "the number of ranks": str(report["ranks"])} for report in reports
-    }
-    if found := differences(values_of_rank, {report["rank"]: f" ({report['host']})" for report in reports}):
-        return (
-            f"Ranks run different versions: {found}. Install the same versions on every machine, for example by"
-            " constraints.txt, and start"
-            " every machine with the same number of ranks."
-        )
-    if not (missing := set(range(reports[0]["ranks"])) - set(values_of_rank)):
-        return None
-    hosts = ", ".join(dict.fromkeys(report["host"] for report in reports))
-    return (
-        f"{len(missing)} of {reports[0]['ranks']} ranks did not report within {waited_s:g} s: {_ranks(missing)}"
-        f" ({_ranks(values_of_rank)}"
-        f" on {hosts} did). Look at the output of their machines; if they were never started, start them, and check"
-        " that they reach rank"
-        f" 0's machine at {master_address()}: address, port, firewall. If they only need longer, raise"
-        f" {TIMEOUT_VARIABLE}."
-    )
+    token = uuid.uuid4().hex
+    space = PrefixStore(f"{_KEY}/{token}", store)
+    store.set(_KEY, token)
+    tokens = " ".join(space.get(str(rank)).decode() for rank in range(1, ranks))
+    for key in filter(lambda key: key.startswith("default_pg/"), store.list_keys()):
+        store.delete_key(key)
+    space.set("met", tokens)
 
 
-def differences(
-    values_of_rank: Mapping[int, Mapping[str, str]], suffixes: Mapping[int, str] | None = None
-) -> str | None:
+def _meet_rank_zero(store: Store, rank: int) -> None:
+    """Tell rank 0's latest start a token, until its answer has it."""
+    token, seen, until = uuid.uuid4().hex, "", time.monotonic() + _START_S
+    while time.monotonic() < until:
+        space = PrefixStore(f"{_KEY}/{seen}", store)
+        if seen and space.check(["met"]) and token in space.get("met").decode():
+            return
+        if (latest := store.get(_KEY).decode()) != seen:
+            seen = latest
+            store.set(f"{_KEY}/{seen}/{rank}", token)
+        time.sleep(_POLL_S / 5)
+    raise LaunchError(f"Rank {rank} waited {_START_S:g} s for rank 0 of this start; look at rank 0's output.")
+
+
+def differences(values_of_rank: Mapping[int, Mapping[str, str]]) -> str | None:
     """Return which ranks have which value, for each name whose values differ; None if there is none.
 
-    An empty value matches any other. `suffixes` are written after ranks.
+    An empty value matches any other.
     """
     parts = []
     for name in dict.fromkeys(name for one in values_of_rank.values() for name in one):
@@ -239,10 +117,7 @@ def differences(
             if value := one.get(name, "not known"):
                 ranks_of_value.setdefault(value, []).append(rank)
         if len(ranks_of_value) > 1:
-            listed = [
-                f"{value} on {_ranks(ranks)}{(suffixes or {}).get(ranks[0], '')}"
-                for value, ranks in ranks_of_value.items()
-            ]
+            listed = [f"{value} on {_ranks(ranks)}" for value, ranks in ranks_of_value.items()]
             parts.append(f"{name} is {', '.join(listed)}")
     return "; ".join(parts) or None
 
@@ -269,10 +144,10 @@ def step_group() -> dist.ProcessGroup | None:
     """
     if dist.is_initialized() and dist.group.WORLD not in _step_groups:
         host_barrier()
-    return _host_group(_step_groups, _own_timeout)
+    return _host_group(_step_groups, own_timeout)
 
 
-def _own_timeout(world: dist.ProcessGroup) -> timedelta:
+def own_timeout(world: dist.ProcessGroup) -> timedelta:
     """Return a group's timeout, for which there is no public call; torch's default if it does not say (torch 2.11 to
     2.13).
     """
@@ -331,7 +206,7 @@ def require_all(what: str) -> None:
     store, rank, call = _store("all_call"), dist.get_rank(), _calls.get(world, 0) + 1
     keys = [f"{call}/{other}" for other in range(world.size())]
     store.set(keys[rank], what)
-    _poll(lambda: store.check(keys), ALL_CALL_S)
+    poll(lambda: store.check(keys), ALL_CALL_S)
     called = [store.get(key).decode() if store.check([key]) else None for key in keys]
     if None not in called:
         _calls[world] = call
@@ -351,7 +226,7 @@ def _store(name: str) -> Store:
     return PrefixStore(f"hf_osdp/{name}", dist.distributed_c10d._get_default_store())
 
 
-def _poll(condition: Callable[[], bool], seconds: float) -> None:
+def poll(condition: Callable[[], bool], seconds: float) -> None:
     """Wait at most `seconds` until a condition is true; the store's own `wait` prints a warning after its timeout."""
     until, pause = time.monotonic() + seconds, 0.001
     while not condition() and time.monotonic() < until:

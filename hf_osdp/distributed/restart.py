@@ -33,18 +33,21 @@ def reason_not_to_restart() -> str | None:
 
 
 def note_limit(limit_bytes: int) -> None:
-    """Write the lower limit under which the next start plans."""
+    """Write the lower limit under which the next start plans; a lower one of another rank stays."""
     path = _limit_file()
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="ascii") as file:
-        file.write(str(limit_bytes))
+    lowest = min(limit_bytes, _read(path) or limit_bytes)
+    with tempfile.NamedTemporaryFile("w", encoding="ascii", dir=path.parent, prefix=path.name, delete=False) as file:
+        file.write(str(lowest))
+    os.replace(file.name, path)
 
 
 def _noted_limit() -> int | None:
     """Return the limit in bytes that was noted when a rank of this machine ran out of memory; None if none did."""
-    if restarts_left() is None or not restart_count():
-        return None
-    path = _limit_file()
+    return None if restarts_left() is None or not restart_count() else _read(_limit_file())
+
+
+def _read(path: Path) -> int | None:
+    """Return the limit in this user's file; None if there is none."""
     if not path.is_file() or path.stat().st_uid != os.getuid():
         return None
     text = path.read_text(encoding="ascii", errors="replace")

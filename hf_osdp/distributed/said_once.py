@@ -1,14 +1,12 @@
-"""What concerns all ranks, in one line on one rank: errors, which each would print, and long work of rank 0."""
+"""Errors of all ranks, which each would print, in one line on one rank."""
 
 from __future__ import annotations
 
 import logging
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,8 +18,6 @@ _BETWEEN_RANKS_S = 5.0
 """Seconds that other ranks wait before they print: if rank 0 fails too, its exit makes the launcher end them. On a
 machine without rank 0 its first rank prints before the others.
 """
-_LONG_S = 10.0
-"""Seconds after which rank 0 says that it still plans."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _log = logging.getLogger(__name__)
 
@@ -35,20 +31,6 @@ def say_once(error: BaseException, name: str = "error") -> None:
     if launched_rank():
         time.sleep(_BETWEEN_RANKS_S * (2 if number("LOCAL_RANK") else 1))
     print(line, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def say_while_planning() -> Iterator[None]:
-    """Log once, on rank 0 of several, if planning takes more than `_LONG_S`."""
-    line = "Rank 0 has been planning for %.0f s: it describes the model, measures and searches. The others wait for its plan; no timeout ends them."  # noqa: E501
-    said = threading.Timer(_LONG_S, _log.warning, (line, _LONG_S))
-    said.daemon = True
-    if launched_world_size() > 1 and launched_rank() == 0:
-        said.start()
-    try:
-        yield
-    finally:
-        said.cancel()
 
 
 def is_ours(error: BaseException) -> bool:

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from ..errors import OSDPError
-from ..planner.hardware import Collective
 from ..planner.wire import HADAMARD_SIZE, PIECE_ELEMENTS, WireFormat, Wires
-from .collectives import BackendTransport, ReduceOp, Transport, Works, announced
+from .collectives import BackendTransport, ReduceOp, Transport, Works
 from .fsdp_internals import UnitGroup
 
 _LARGEST_CODE = {WireFormat.INT8: 127, WireFormat.INT4: 7}
@@ -212,8 +211,7 @@ class Replicas:
     def allreduce(self, tensors: Sequence[torch.Tensor], options: dist.AllreduceOptions) -> dist.Work:
         """Reduce in place, as `dist.all_reduce` asks a process group to."""
         for tensor in tensors:
-            with announced(Collective.ALL_REDUCE, self.group, tensor):
-                self.transport.all_reduce(tensor, options.reduceOp, self.group)
+            self.transport.all_reduce(tensor, options.reduceOp, self.group)
         return Works((), held=())
 
 

@@ -10,18 +10,17 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType
 from torch import nn
 
 from ..checkpoint.writer import CheckpointWriter
 from ..distributed.launcher import launched_world_size
-from ..distributed.process_group import check_ranks, host_barrier
+from ..distributed.process_group import host_barrier, prepare_group
 from ..distributed.said_once import say_uncaught_once
 from ..distributed.stop import Stopped
 from ..errors import OSDPError
-from ..measurement.step_meter import LoopMeter, Observation
+from ..measurement.step_meter import Observation, StepMeter
 from ..preparation.config import OSDPConfig
 from ..preparation.out_of_memory import OutOfMemoryHandler
 from ..preparation.plan_run import PlannedRun
@@ -31,7 +30,7 @@ from ..sharding.steps import micro_step
 from .accelerator_preparation import AcceleratorPreparation
 from .block_forms import with_dynamo
 from .launch import launch_request
-from .plugin import OSDPPlugin, plugin_for
+from .plugin import plugin_for
 
 _REFUSED = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
 """Arguments of `Accelerator` that decide how the model is sharded."""
@@ -48,26 +47,24 @@ class OSDPAccelerator(AcceleratorPreparation):
 
     The first 8 optimizer steps of the loop are measured (`measured`) and printed next to the estimate; with a
     `project_dir` both are written to `osdp_report.json` there. In a shorter loop, `end_training` reports them. A
-    single process without a process group shards
-    nothing: its plan sets the batch size, and which units are kept on the host.
+    single process shards nothing and computes as with the stock `Accelerator`: its plan sets the batch size, and which
+    units are kept on the host, under FSDP2.
 
     Args:
         *args: as for `Accelerator`.
         osdp: options of the plan; those not set here come from the file given to `accelerate launch`.
-        osdp_plugin: an `OSDPPlugin`, to set more than the plan's options.
-        **kwargs: as for `Accelerator`. `fsdp_plugin` is another name for `osdp_plugin`. Without `cpu=True` it still
-            runs on the CPU if the launcher asks for it or the machine has no accelerator.
+        **kwargs: as for `Accelerator`; `fsdp_plugin=OSDPPlugin(...)` sets more than the plan's options. Without
+            `cpu=True` it still runs on the CPU if the launcher asks for it or the machine has no accelerator.
 
     Raises:
         ValueError: an option cannot be used, or several processes were started that do not form one process group.
-        LaunchError: ranks are missing, or run different versions.
+        LaunchError: ranks of the launch are missing.
     """
 
     def __init__(
         self,
         *args: Any,
         osdp: OSDPConfig | Mapping[str, object] | None = None,
-        osdp_plugin: OSDPPlugin | None = None,
         **kwargs: Any,
     ) -> None:
         say_uncaught_once()
@@ -78,11 +75,11 @@ class OSDPAccelerator(AcceleratorPreparation):
                 f"{other} and OSDP both decide how the model is sharded; leave {other} out, or use accelerate's"
                 " Accelerator."
             )
-        plugin = plugin_for(osdp, osdp_plugin, options.pop("fsdp_plugin", None))
+        plugin = plugin_for(osdp, options.pop("fsdp_plugin", None))
         cpu = options.pop("cpu", False) or launch_request().use_cpu or not torch.accelerator.is_available()
         self.planned_run: PlannedRun | None = None
         """The plan and its inputs; None before planning."""
-        self.loop_meter: LoopMeter | None = None
+        self.meter: StepMeter | None = None
         self._out_of_memory: OutOfMemoryHandler | None = None
         self.measured: Observation | None = None
         """Measurement of the loop's first optimizer steps, the same on every process; None until they have ended."""
@@ -98,11 +95,8 @@ class OSDPAccelerator(AcceleratorPreparation):
                 " OSDPConfig(communication='bf16')."
             )
         methods = {getattr(handler, "init_method", None) for handler in handlers}
-        if dist.is_initialized() or methods <= {
-            None,
-            "env://",
-        }:  # else the launcher's variables do not say where ranks meet
-            check_ranks()
+        if methods <= {None, "env://"}:  # else the launcher's variables do not say where ranks meet
+            prepare_group()
         super().__init__(fsdp_plugin=plugin, cpu=cpu, **options)
         if self.num_processes == 1 and launched_world_size() > 1:
             raise ValueError(
@@ -132,8 +126,8 @@ class OSDPAccelerator(AcceleratorPreparation):
             for tracker in self.trackers:
                 tracker.finish()
             return
-        if self.loop_meter is not None:
-            self.loop_meter.finish()
+        if self.meter is not None:
+            self.meter.finish()
         self._writer.wait()
         super().end_training()
 

@@ -11,11 +11,10 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, ProjectConfiguration
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from ..errors import refuse_first
-from ..measurement.step_meter import LoopMeter, Observation
+from ..measurement.step_meter import Observation, StepMeter
 from ..modeling.batch import Inputs
 from ..modeling.build import checkpoint_blocks
 from ..modeling.replaced import replaced
@@ -27,8 +26,9 @@ from ..preparation.out_of_memory import OutOfMemoryHandler
 from ..preparation.plan_run import PlannedRun
 from ..sharding.environment import form_process_group, prepare_model, uses_host
 from ..sharding.gradients import OSDPGradScaler
-from ..sharding.optimizer import frozen_parameters, spec_of_optimizer, spec_of_optimizers
+from ..sharding.optimizer import spec_of_optimizer, spec_of_optimizers
 from ..sharding.optimizer_steps import bind_optimizer, reason_against_unit_steps
+from ..sharding.replicas import is_under_plan
 from .announce import announce_result, plan_and_announce
 from .block_forms import unwrapped, without_dynamo
 from .checkpoints import AcceleratorCheckpoints
@@ -43,7 +43,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
     """`Accelerator` that plans when a model is prepared, and measures the loop's first steps."""
 
     plugin: OSDPPlugin
-    loop_meter: LoopMeter | None
+    meter: StepMeter | None
     measured: Observation | None
     _out_of_memory: OutOfMemoryHandler | None
 
@@ -80,15 +80,14 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
     def use_plan(self, run: PlannedRun) -> None:
         """Use this plan in `prepare`; `no_sync`, not Accelerate, then decides when gradients are reduced.
 
-        A single process also runs under FSDP2 if the plan keeps units on the host, or was made for FSDP2's mixed
-        precision instead of autocast.
+        A single process runs under FSDP2, with its mixed precision, only if the plan keeps units on the host: under
+        autocast, the copies of their weights would stay on the device from forward to backward.
         """
         self.plugin.check_given(run.plan, self.device.type)
         self.planned_run, self._writer.plan = run, run.plan
-        precision = run.inputs.job.precision
-        if not self.is_fsdp2 and (uses_host(run.plan) or (precision.compute is not None and not precision.autocast)):
+        if not self.is_fsdp2 and uses_host(run.plan):
             form_process_group(needed=True)
-            self._select_fsdp(single_process=True)
+            self._use_fsdp()
         self.gradient_state.plugin_kwargs["sync_each_batch"] = False
 
     def _plan_for(
@@ -132,7 +131,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
             world_size=self.num_processes,
             device_type=self.device.type,
             precision=precision_of(
-                self.mixed_precision, self.plugin.mixed_precision_policy, single_process=not self.is_fsdp2
+                self.mixed_precision, self.plugin.mixed_precision_policy, single_process=self.num_processes == 1
             ),
             optimizer=optimizer
             if isinstance(optimizer, OptimizerSpec)
@@ -144,7 +143,6 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
             if isinstance(optimizer, torch.optim.Optimizer)
             else None,
             trains=optimizer is not None,
-            frozen_in_optimizer=frozen_parameters(optimizer),
             folder=project_folder(self.project_configuration),
         )
         prepare_model(model, job.precision)
@@ -172,7 +170,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
                 " of one model, or move"
                 " a model that is not trained to accelerator.device by hand."
             )
-        if models and not isinstance(models[0], FSDPModule):
+        if models and not is_under_plan(models[0]):
             self._plan_or_check(models[0], loaders, optimizers)
             if not self.is_fsdp2:
                 self._apply_plan(models[0], optimizers)
@@ -223,7 +221,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         """Apply the plan to the model and give its optimizers the new parameters; if it is applied already, prepare
         the optimizers only.
         """
-        if isinstance(model, FSDPModule) or any(known is model for known in self._models):
+        if is_under_plan(model) or any(known is model for known in self._models):
             prepare_late_optimizers(optimizers, model)
             return
         run, on_oom = self._planned, self._config.on_oom
@@ -234,16 +232,16 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         else:
             apply_plan_unsharded(model, run, optimizers)
         self._out_of_memory = OutOfMemoryHandler(
-            model, run.plan, run.units, problem=run.problem, on_oom=on_oom, device=self.device
+            model, run.plan, run.units, hardware=run.hardware, on_oom=on_oom, device=self.device
         )
 
     def _bind_optimizers(self, optimizers: Sequence[torch.optim.Optimizer], run: PlannedRun) -> None:
         """Make the optimizers step as planned, and measure the first steps of this loop, also of a later one."""
         model = self._models[-1]
         bind_optimizer(model, run.plan, run.units, optimizers)
-        if self.loop_meter is None or self.loop_meter.model is None:
+        if self.meter is None or self.meter.model is None:
             skips = self.scaler is not None and self.scaler.is_enabled()
-            self.loop_meter = LoopMeter(model, self.device, self._report, run.plan, may_skip=skips)
+            self.meter = StepMeter(model, self.device, self._report, run.plan, may_skip=skips)
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as stock
         """Prepare as `Accelerator.prepare_model`, without what the plan does in its place."""
@@ -276,21 +274,30 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         assert self.planned_run is not None, "the plan is made before it is used"
         return self.planned_run
 
-    def _select_fsdp(self, *, single_process: bool = False) -> None:
-        """Select FSDP with this plugin in the shared state; Accelerate does not for CPU processes, and keeps its
-        first plugin.
+    def _select_fsdp(self) -> None:
+        """Select FSDP with this plugin in the shared state for several processes, also on the CPU, and none for a
+        single one; prepare loss scaling, also on the CPU.
         """
-        if not single_process and self.state.distributed_type not in (DistributedType.MULTI_CPU, DistributedType.FSDP):
-            return
-        if self.state.mixed_precision != "no" and self.plugin.mixed_precision_policy is None:
-            self.plugin.set_mixed_precision(self.state.mixed_precision)
-        AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
-        AcceleratorState._shared_state["fsdp_plugin"] = self.plugin
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        if self.num_processes == 1:
+            AcceleratorState._shared_state.pop("fsdp_plugin", None)
+            self._set_distributed_type(DistributedType.NO)
+        elif self.state.distributed_type in (DistributedType.MULTI_CPU, DistributedType.FSDP):
+            self._use_fsdp()
         if self.state.mixed_precision == "fp16":  # the stock scaler checks the first mesh only
             options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
             self.scaler = OSDPGradScaler(device=self.device.type, **options)
             self.native_amp = True
+
+    def _use_fsdp(self) -> None:
+        """Select FSDP with this plugin in the shared state, which keeps the first plugin."""
+        if self.state.mixed_precision != "no" and self.plugin.mixed_precision_policy is None:
+            self.plugin.set_mixed_precision(self.state.mixed_precision)
+        AcceleratorState._shared_state["fsdp_plugin"] = self.plugin
+        self._set_distributed_type(DistributedType.FSDP)
+
+    def _set_distributed_type(self, kind: DistributedType) -> None:
+        for state in (AcceleratorState, PartialState):
+            state._shared_state["distributed_type"] = kind
 
 
 def _of_type(objects: Iterable[Any], cls: type[T]) -> list[T]:
@@ -298,11 +305,9 @@ def _of_type(objects: Iterable[Any], cls: type[T]) -> list[T]:
 
 
 def project_folder(project: ProjectConfiguration) -> RunFolder | None:
-    """Return the folder that an Accelerate loop writes, with the checkpoint limit if Accelerate names them; None
-    without a folder.
-    """
+    """Return the folder that an Accelerate loop writes; None without a folder."""
     if project.project_dir is None:
         return None
     if not project.automatic_checkpoint_naming:
         return RunFolder(path=project.project_dir, saves=False)
-    return RunFolder(path=Path(project.project_dir) / "checkpoints", limit=project.total_limit)
+    return RunFolder(path=Path(project.project_dir) / "checkpoints")

@@ -86,4 +86,4 @@ def without_dynamo(state: AcceleratorState) -> AcceleratorState:
 
 
 def _compiling(config: OSDPConfig) -> OSDPConfig:
-    return replace(config, compile=config.compile or True)  # "auto" stays
+    return replace(config, compile=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..distributed.launcher import variables
-from ..distributed.process_group import check_ranks
+from ..distributed.process_group import prepare_group
 from ..distributed.said_once import is_ours, say_once
 from ..errors import OSDPError, refuse_first
 
@@ -111,7 +111,7 @@ def _pop_bool(options: dict[str, object], name: str) -> bool:
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run a script once all launched ranks have started; on bad input one rank prints `error: ...` in one line, and
+    """Run a script once torchrun's ranks have met; on bad input one rank prints `error: ...` in one line, and
     all exit with code 2.
 
     An error counts as bad input if hf_osdp or a file in the script's own folder raised it. Errors of other libraries
@@ -121,7 +121,7 @@ def run_script(main: Callable[[], None]) -> None:
     @record  # sees only the exit on bad input, so that torchrun prints no tracebacks of it
     def run() -> None:
         try:
-            check_ranks()
+            prepare_group()
             main()
         except (ValueError, OSDPError) as error:
             if not is_ours(error) and not _is_of_script(error, main):

@@ -18,17 +18,17 @@ from ..distributed.mesh import world_size
 from ..distributed.process_group import require_all
 from ..distributed.said_once import say_uncaught_once
 from ..errors import refuse_first
-from ..measurement.step_meter import LoopMeter, Observation
+from ..measurement.step_meter import Observation, StepMeter
 from ..modeling.identity import configuration_texts, optimizer_texts
+from ..modeling.wrapping import under_autocast
+from ..planner.cost.evaluate import PlanEstimate
 from ..planner.description import DType
 from ..planner.optimizers import spec_of_trainer_name
 from ..planner.plan import Plan
-from ..planner.search.search import SearchResult
 from ..planner.training_job import OptimizerSpec, Precision
 from ..preparation.config import OSDPConfig, merged_config
 from ..preparation.job import Job
 from ..preparation.out_of_memory import OutOfMemoryHandler
-from ..preparation.recalibrate import Round
 from ..sharding.apply import apply_plan
 from ..sharding.environment import form_process_group, move_to_device, mp_policy, prepare_model, training_device
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
@@ -71,9 +71,8 @@ class OptimalShardedDataParallel(nn.Module):
     Attributes:
         module: the model, sharded in place.
         plan: the plan that runs; the same on every rank.
-        report: the plan's estimates, on rank 0; None on other ranks and for a given plan.
-        rounds: plans tried under `recalibrate`, with estimate and measurement.
-        measured: peak, step time and collectives of the first 8 optimizer steps, the same on every rank; None until
+        report: the plan's estimated memory and time; None for a given plan.
+        measured: peak and step time of the first 8 optimizer steps, the same on every rank; None until
             they have ended. Rank 0 prints them with the estimate.
     """  # noqa: E501
 
@@ -91,7 +90,8 @@ class OptimalShardedDataParallel(nn.Module):
             model: unsharded, with the same structure on every rank; rank 0's weights are used.
             config: options of the plan; planning needs `sequence_length` and `global_batch_size`. A given `plan` runs
                 unchanged; the sizes and `memory_limit`, if set, must agree with it.
-            mixed_precision: `"no"`, `"bf16"` or `"fp16"`.
+            mixed_precision: `"no"`, `"bf16"` or `"fp16"`. A single process runs the model's forward under
+                `torch.autocast`, with outputs in float32, as `Accelerator` does.
             optimizer: the `OptimizerSpec` of the optimizer, or its name as in `TrainingArguments.optim`; None means
                 `torch.optim.AdamW(model.parameters())`.
 
@@ -106,9 +106,8 @@ class OptimalShardedDataParallel(nn.Module):
         say_uncaught_once()
         model, config = unwrapped(model, merged_config(config))
         _check(config, optimizer)
-        precision = Precision.named(mixed_precision)
-        form_process_group(needed=precision.compute is not None)
-        device = training_device()
+        form_process_group(needed=False)
+        precision, device = Precision.named(mixed_precision, autocast=world_size() == 1), training_device()
         prepare_model(model, precision)
         if isinstance(optimizer, str):
             optimizer = spec_of_trainer_name(optimizer, device_type=device.type)
@@ -122,15 +121,17 @@ class OptimalShardedDataParallel(nn.Module):
         )
         run = self._run = plan_and_announce(model, job)
         self.plan: Plan = run.plan
-        self.report: SearchResult | None = run.search
-        self.rounds: tuple[Round, ...] = run.rounds
+        self.report: PlanEstimate | None = run.estimate
         self.measured: Observation | None = None
         settings = {**configuration_texts(model), "precision": mixed_precision}
         writer = self._writer = CheckpointWriter(plan=run.plan, settings=settings)
-        apply_plan(model, run.plan, run.units, meshes=run.meshes, mp_policy=mp_policy(precision))
+        precision = run.inputs.job.precision  # without autocast if units are on the host
+        apply_plan(model, run.plan, run.units, mp_policy=mp_policy(precision))
         self.module = move_to_device(model, device)
+        if precision.autocast and precision.compute is not None:
+            model.forward = under_autocast(model.forward, getattr(torch, precision.compute.value), device.type)
         self._out_of_memory = OutOfMemoryHandler(
-            model, run.plan, run.units, problem=run.problem, on_oom=config.on_oom, device=device
+            model, run.plan, run.units, hardware=run.hardware, on_oom=config.on_oom, device=device
         )
         plan, units = run.plan, run.units  # so that `bind` does not keep the run alive
 
@@ -141,7 +142,7 @@ class OptimalShardedDataParallel(nn.Module):
 
         prepare_new_optimizers(self.module, bind)
         self._scales = precision.compute is DType.FLOAT16
-        self._loop_meter = LoopMeter(self.module, device, self._report, plan, may_skip=self._scales)
+        self._meter = StepMeter(self.module, device, self._report, plan, may_skip=self._scales)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  what the model returns
         """Run the model's forward pass.

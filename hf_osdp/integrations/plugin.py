@@ -126,13 +126,8 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
         super().set_mixed_precision(mixed_precision, buffer_autocast=buffer_autocast, override=override)
 
 
-def plugin_for(osdp: OSDPConfig | Mapping[str, object] | None, osdp_plugin: object, fsdp_plugin: object) -> OSDPPlugin:
-    """Return the plugin passed under either name, else one for the `osdp` configuration or for the launcher's
-    options.
-    """
-    if osdp_plugin is not None and fsdp_plugin is not None:
-        raise ValueError("Both osdp_plugin and fsdp_plugin were given, which mean the same; give osdp_plugin only.")
-    name, plugin = ("fsdp_plugin", fsdp_plugin) if osdp_plugin is None else ("osdp_plugin", osdp_plugin)
+def plugin_for(osdp: OSDPConfig | Mapping[str, object] | None, plugin: object) -> OSDPPlugin:
+    """Return the given plugin, else one for the `osdp` configuration or for the launcher's options."""
     if plugin is None:
         if osdp is None and launch_request().osdp is False:
             raise ValueError(
@@ -141,9 +136,9 @@ def plugin_for(osdp: OSDPConfig | Mapping[str, object] | None, osdp_plugin: obje
             )
         return OSDPPlugin(osdp={} if osdp is None else osdp)
     if not isinstance(plugin, OSDPPlugin):
-        raise ValueError(f"{name} is a {type(plugin).__name__}; OSDPAccelerator needs an OSDPPlugin.")
+        raise ValueError(f"fsdp_plugin is a {type(plugin).__name__}; OSDPAccelerator needs an OSDPPlugin.")
     if osdp is not None:
-        raise ValueError(f"Both osdp and {name} were given; put the configuration into OSDPPlugin(osdp=...).")
+        raise ValueError("Both osdp and fsdp_plugin were given; put the configuration into OSDPPlugin(osdp=...).")
     return plugin
 
 
@@ -153,12 +148,19 @@ def writes_shards(plugin: FullyShardedDataParallelPlugin) -> bool:
 
 def precision_of(mixed_precision: str, policy: MixedPrecisionPolicy | None, *, single_process: bool) -> Precision:
     """Return the precision of the user's policy if there is one, else of FSDP2, or of autocast if `single_process`."""
+    named = Precision.named(mixed_precision, autocast=single_process)
     if policy is None:
-        return Precision.named(mixed_precision, autocast=single_process)
+        return named
     compute, reduce = (
         None if dtype is None else dtype_of(dtype) for dtype in (policy.param_dtype, policy.reduce_dtype)
     )
-    return Precision(compute=compute, reduce=reduce)
+    if single_process and compute is not named.compute:
+        computes = "each parameter's dtype" if compute is None else compute.value
+        raise ValueError(
+            f"mixed_precision_policy computes in {computes}, but a single process computes as"
+            f" mixed_precision={mixed_precision!r} says; make them agree."
+        )
+    return Precision(compute=compute, reduce=reduce, autocast=named.autocast)
 
 
 def refuse_decided(options: Mapping[str, Any]) -> None:

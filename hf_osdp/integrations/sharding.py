@@ -43,7 +43,7 @@ def shard_model(
         release_parameters(optimizer, names)
     weights = _detach_weights(model) if plugin.cpu_ram_efficient_loading and world_size() > 1 else None
     apply_plan(
-        model, run.plan, run.units, meshes=run.meshes,
+        model, run.plan, run.units,
         mp_policy=plugin.mixed_precision_policy,
         pin_memory=plugin.pin_memory,
     )  # fmt: skip
@@ -64,7 +64,7 @@ def apply_plan_unsharded(model: nn.Module, run: PlannedRun, optimizers: Sequence
     for optimizer in optimizers:
         if run.plan.split.cuts_parameters:
             rebind_parameters(optimizer, names, model)
-        elif kind_of(optimizer).steps_shards:
+        elif kind_of(optimizer).has_plain_states:
             step_by_device(unwrapped(optimizer))
 
 

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import Trainer as StockTrainer
 
 from ..distributed.fsdp_internals import parameter_groups, stays_gathered
 from ..modeling.batch import Loss
 from ..modeling.units import canonical_name
+from ..sharding.replicas import is_under_plan
 from ..sharding.unit_order import called_alone
 from ..tracing.fake_model import rebound
 from ..tracing.tensors import DEVICE, fake_like
@@ -169,7 +169,7 @@ def _copy_with_fake_model(trainer: StockTrainer, fake_model: nn.Module, last: li
         if value is trainer.model or name in ("model", "model_wrapped"):
             setattr(copied, name, fake_model)
         elif isinstance(value, nn.Module):
-            sharded = any(isinstance(child, FSDPModule) for child in value.modules())
+            sharded = any(map(is_under_plan, value.modules()))
             setattr(copied, name, last_output if sharded else _fake_copy(value, trainer.model, fake_model))
         elif name not in _DATA and not any(_modules_in(value)):
             setattr(copied, name, rebound(value, {id(trainer): copied, id(trainer.model): fake_model}))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
-from pathlib import Path
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -87,9 +86,7 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
                 given["model"], self._osdp = unwrapped(model, self._osdp)
             given["args"] = copied_arguments(arguments)
             self._given_args = arguments, dict(vars(arguments))
-            assert arguments.output_dir is not None
             self._requested_batch_size = arguments.per_device_train_batch_size
-            self._creates_folder = not Path(arguments.output_dir).exists()
         super().__init__(*call.args[1:], **call.kwargs)
 
     def _plan_if_data(self) -> None:
@@ -104,16 +101,10 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
         copy_changes(args, *self._given_args)
         assert isinstance(self.accelerator.plugin.osdp, OSDPConfig)
         self._osdp = self.accelerator.plugin.osdp  # with what the launcher's options ask for
-        try:
-            job, rule = job_of_trainer(self, self._osdp, trains=trains, loader=loader)
-            prepare_precision(self.model, job.precision)
-            with rule.explained():
-                self._run = plan_and_announce(self.model, job)
-        except Exception:
-            if self._creates_folder:
-                with suppress(OSError):  # already removed, or not empty
-                    Path(str(args.output_dir)).rmdir()
-            raise
+        job, rule = job_of_trainer(self, self._osdp, trains=trains, loader=loader)
+        prepare_precision(self.model, job.precision)
+        with rule.explained():
+            self._run = plan_and_announce(self.model, job)
         set_batch(args, self._run.plan)
         self._train_batch_size = args.train_batch_size
         self.accelerator.use_plan(self._run)
@@ -215,7 +206,7 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
 
         Raises:
             CheckpointError: the requested checkpoint is damaged, or of another model.
-            torch.OutOfMemoryError: names the unit, the sizes and the next plan; not raised if `on_oom="replan"`
+            torch.OutOfMemoryError: names the unit, the sizes and a lower limit; not raised if `on_oom="replan"`
             restarts all ranks.
         """
         if self._osdp is None:
@@ -233,7 +224,7 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
                 output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
         finally:
             self._stop.abandon()  # in case an error ended training
-            if (meter := self.accelerator.loop_meter) is not None:
+            if (meter := self.accelerator.meter) is not None:
                 meter.discard()
         self._finish_checkpoints()
         if meter is not None:

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import sys
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
@@ -28,7 +26,7 @@ from ..planner.training_job import OptimizerSpec, Precision
 from ..preparation.config import OSDPConfig
 from ..preparation.job import Job, RunFolder
 from ..preparation.plan_run import PlannedRun
-from ..sharding.optimizer import frozen_parameters, spec_of_optimizer
+from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import reason_against_unit_steps
 from .checkpoints import is_adapted
 from .samples import find_batches, row_tokens, tokens_of
@@ -59,9 +57,8 @@ def job_of_trainer(
         config=plugin.asking(sized, args.device.type),
         world_size=args.world_size,
         device_type=args.device.type,
-        precision=Precision.named(args.mixed_precision, autocast=args.world_size == 1 and not dist.is_initialized()),
+        precision=Precision.named(args.mixed_precision, autocast=args.world_size == 1),
         optimizer=_optimizer_spec(trainer),
-        steps=_steps(trainer, samples),
         inputs=batches,
         loss=None if batches is None or config.inputs or model_makes_loss else traced_loss(trainer),
         other_models=bytes_of_other_models(trainer),
@@ -70,7 +67,6 @@ def job_of_trainer(
         activation_checkpointing=bool(args.gradient_checkpointing or plugin.activation_checkpointing),
         reads_loss_alone=model_makes_loss and not args.use_liger_kernel,
         trains=trains,
-        frozen_in_optimizer=frozen_parameters(trainer.optimizer),
         folder=trainer_folder(args, trainer.model) if trains else None,
     )
     return job, rule
@@ -82,18 +78,9 @@ def trainer_folder(args: TrainingArguments, model: nn.Module | None) -> RunFolde
     return RunFolder(
         path=args.output_dir,
         saves=args.save_strategy != SaveStrategy.NO,
-        limit=args.save_total_limit,
         states=not args.save_only_model,
         adapters=is_adapted(model),
     )
-
-
-def _steps(trainer: Trainer, samples_of_step: int) -> int | None:
-    """Return the optimizer steps of training; None for a stream without `max_steps`, and if nothing is trained."""
-    args, dataset = trainer.args, trainer.train_dataset
-    if args.max_steps > 0:
-        return args.max_steps
-    return math.ceil(args.num_train_epochs * len(dataset) / samples_of_step) if isinstance(dataset, Sized) else None
 
 
 def _global_batch_size(args: TrainingArguments, started_with: int | None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -15,7 +14,7 @@ from ..distributed.collectives import Stages, unit_collectives
 from ..planner.affine import linear_fit
 from ..planner.hardware import Collective, CollectiveTiming, DeviceSpec, Link
 from ..planner.training_job import divisors
-from .timing import barrier, call_seconds, cores_are_shared, over_ranks, rounds, synchronize, trimmed_mean
+from .timing import barrier, over_ranks, rounds, synchronize, trimmed_mean
 
 _SMALL_BYTES = (2**12, 2**14)
 """Bytes of the whole tensor: of the first message, which predicts the time of larger ones, and of the second
@@ -34,27 +33,16 @@ _LIMIT_S, _LIMIT_FACTOR = 10.0, 4.0
 """The whole measurement takes at most this many seconds or, if longer, this many times the requested time; slow
 links omit sizes.
 """
-_CALLS_AT_ONCE = 2
-"""Calls timed together if ranks share cores, because such ranks leave a barrier one after the other."""
-_WORK_S, _MIN_PRODUCT_S = 0.02, 2e-5
-"""Computation of each rank before a collective, several time slices of the scheduler; and the least time assumed
-for one product.
-"""
-_MAX_RANKS_FOR_ALL_SIZES = 8
-"""Most ranks for which every group size is measured, in 12 groups."""
 
 
 def group_sizes(world: int, local: int, *, every: bool = False) -> tuple[list[int], list[int]]:
     """Return the sizes of the groups to measure: of those that gather and scatter, and of those that reduce replicas.
 
-    These are all divisors of up to 8 ranks, or of any number if `every`. Else they are the world, a node of `local`
-    ranks, and the ranks at one position in all nodes, from which links and other sizes follow
-    (`planner/cost/collectives.py`): each group needs a barrier of all ranks in the store and a communicator, so
-    the 250 groups of 128 ranks would delay each start.
+    These are the world, a node of `local` ranks, and the ranks at one position in all nodes, from which links and
+    other sizes follow (`planner/cost/collectives.py`); with `every` they are all divisors of the world. Each group
+    needs a barrier of all ranks in the store and a communicator, so 250 groups of 128 ranks would delay each start.
     """
-    shards = replicas = [*divisors(world)]
-    if world > _MAX_RANKS_FOR_ALL_SIZES and not every:
-        shards, replicas = [local, world], [world // local, world]
+    shards, replicas = ([*divisors(world)],) * 2 if every else ([local, world], [world // local, world])
     return [size for size in sorted(set(shards)) if size > 1], [size for size in sorted(set(replicas)) if size > 1]
 
 
@@ -80,11 +68,6 @@ def measure_collectives(
     began = time.perf_counter()
     with ExitStack() as stack:
         tests = _tests(*group_sizes(dist.get_world_size(), local, every=every_size), local, device, stack)
-        wait_s = 0.0
-        if cores_are_shared(device):
-            wait_s = _wait_seconds(device)
-            for test in tests:
-                test.calls = _CALLS_AT_ONCE
         left_s = limit_s
         for number, test in enumerate(tests):
             share_s = left_s / (len(tests) - number)
@@ -94,8 +77,7 @@ def measure_collectives(
             for test in tests:
                 for nbytes, taken in test.taken.items():
                     taken.append(test.timed(nbytes, device))
-    timings = (test.timing(local) for test in tests)
-    return tuple(replace(timing, latency_s=timing.latency_s + wait_s) for timing in timings)
+    return tuple(test.timing(local) for test in tests)
 
 
 @dataclass(slots=True)
@@ -105,20 +87,17 @@ class _CollectiveTest:
     group: dist.ProcessGroup
     run: Callable[[torch.Tensor, torch.Tensor], object]
     """Issues the collective, given the whole tensor and this rank's part."""
-    calls: int = 1
-    """Calls that are timed together."""
     taken: dict[int, list[float]] = field(default_factory=dict)
     """This rank's seconds by bytes of the whole tensor."""
 
     def timed(self, nbytes: int, device: torch.device) -> float:
-        """Return the seconds of one call on this rank, the mean of `calls` calls. Collective."""
-        buffers = [self._buffers(nbytes, device) for _ in range(self.calls)]
+        """Return the seconds of one call on this rank. Collective."""
+        whole, part = self._buffers(nbytes, device)
         barrier(device)
         start = time.perf_counter()
-        for whole, part in buffers:
-            self.run(whole, part)
+        self.run(whole, part)
         synchronize(device)
-        return max(time.perf_counter() - start, 1e-9) / self.calls
+        return max(time.perf_counter() - start, 1e-9)
 
     def choose_sizes(self, device: torch.device, *, target_s: float, limit_s: float) -> float:
         """Warm up, omit messages that take too long, and return the seconds of this and of the least number of rounds.
@@ -219,34 +198,6 @@ def _tests(
                 size, stages=Stages(between=group_of(between), within=group_of(_members(Collective.ALL_GATHER, local)))
             )
     return tests
-
-
-def _wait_seconds(device: torch.device) -> float:
-    """Return the extra time of a collective after computation of ranks that share cores: all wait for the last one.
-
-    Collective.
-    """
-    left, product, scalar = (
-        torch.ones(256, 256, device=device),
-        torch.empty(256, 256, device=device),
-        torch.zeros(1, device=device),
-    )
-    times = math.ceil(
-        _WORK_S / max(min(call_seconds(lambda: torch.mm(left, left, out=product), device, 0.02)), _MIN_PRODUCT_S)
-    )
-
-    def taken(products: int, calls: int) -> float:
-        barrier(device)
-        start = time.perf_counter()
-        for _ in range(_CALLS_AT_ONCE):
-            for _ in range(products):
-                torch.mm(left, left, out=product)
-            for _ in range(calls):
-                dist.all_reduce(scalar)
-        return over_ranks([time.perf_counter() - start])[0] / _CALLS_AT_ONCE
-
-    extra = [taken(times, 1) - taken(times, 0) - taken(0, 1) for _ in range(2 * _MIN_ROUNDS)]
-    return max(0.0, trimmed_mean(extra))
 
 
 def _members(collective: Collective, size: int) -> list[list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
 
@@ -15,8 +14,8 @@ from ..distributed.mesh import find_topology, world_size
 from ..distributed.process_group import all_gather_objects
 from ..errors import HardwareError
 from ..planner.description import DType
-from ..planner.hardware import Backend, DeviceSpec, Hardware
-from ..planner.presets import COMMUNICATOR_BYTES, preset
+from ..planner.hardware import Backend, DeviceSpec, FsdpOverhead, Hardware
+from ..planner.presets import COMMUNICATOR_BYTES
 from ..planner.profile import Profile, SegmentTimes
 from ..versions import package_versions
 from .block_times import TimedModel, measure_block_times
@@ -25,16 +24,10 @@ from .memory_limits import memory_of_rank
 from .rates import (
     copy_rate,
     matmul_rates,
-    measure_fsdp_overhead,
     measure_host,
     operator_seconds,
 )
 from .timing import barrier, over_ranks
-
-SECONDS_AT_START = 0.7
-"""Short, so that a run with a plan starts at most five seconds later than one without; `hf-osdp profile` measures
-more accurately.
-"""
 
 
 def measure_hardware(*, device_type: str, seconds: float = 1.0, every_size: bool = False) -> Hardware:
@@ -42,11 +35,10 @@ def measure_hardware(*, device_type: str, seconds: float = 1.0, every_size: bool
 
     Args:
         device_type: `"cpu"` or `"cuda"`.
-        seconds: about how long to measure compute, and again the collectives; FSDP2's overhead takes a third of it,
-            and on CUDA the host a fifth. Setting up groups takes additional time. On a slow link the collectives take
+        seconds: about how long to measure compute, and again the collectives; on CUDA the host takes a fifth of it.
+            Setting up groups takes additional time. On a slow link the collectives take
             at most 10 seconds.
-        every_size: also with more than 8 ranks measure the collectives of groups of every size, not only of the few
-            from which the links follow.
+        every_size: measure the collectives of groups of every size, not only of the few from which the links follow.
 
     Returns:
         Figures of the slowest rank, the same on every rank. With one process there are no timings of collectives, and
@@ -63,6 +55,9 @@ def measure_hardware(*, device_type: str, seconds: float = 1.0, every_size: bool
     timings = measure_collectives(device, seconds, local=local, every_size=every_size) if world > 1 else ()
     spec = _measure_device(device, seconds, before)
     intra_node, inter_node = links_of(spec, timings, local=local, world=world)
+    overhead = FsdpOverhead.among_ranks(spec.operator_s, 1 / spec.memory_bytes_per_s)
+    if device.type == "cuda":
+        overhead = FsdpOverhead.issued(spec.operator_s)
     return Hardware(
         device=spec,
         nodes=world // local,
@@ -71,7 +66,7 @@ def measure_hardware(*, device_type: str, seconds: float = 1.0, every_size: bool
         inter_node=inter_node,
         backend=Backend.NCCL if device_type == "cuda" else Backend.GLOO,
         timings=timings,
-        fsdp_overhead=measure_fsdp_overhead(device, 0.3 * seconds),
+        fsdp_overhead=overhead if world > 1 else None,
         host=measure_host(device, 0.2 * seconds),
     )
 
@@ -92,7 +87,7 @@ def measure_profile(*, device_type: str, seconds: float = 10.0, model: TimedMode
         raise ValueError(f"seconds={seconds} must be positive and finite.")
     device = measuring_device(device_type)
     machine_s = seconds if model is None else seconds / 2
-    hardware = measure_hardware(device_type=device_type, seconds=machine_s / 2.4, every_size=True)
+    hardware = measure_hardware(device_type=device_type, seconds=machine_s / 2.1, every_size=True)
     segments: tuple[SegmentTimes, ...] = ()
     name = ""
     if model is not None:
@@ -108,43 +103,6 @@ def measure_profile(*, device_type: str, seconds: float = 10.0, model: TimedMode
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
     return Profile.from_json(on_rank_zero(profile.to_json))  # dates and versions may differ between ranks
-
-
-def hardware_of_run(
-    requested: Hardware | str | None,
-    *,
-    device_type: str,
-    nodes: int | None = None,
-    measure: Callable[..., Hardware] = measure_hardware,
-) -> Hardware:
-    """Return the hardware to plan a run for, with as many devices as ranks. Collective if torch.distributed is
-    initialized.
-
-    It is the requested hardware, such as a profile's; the preset of this name, on the launcher's nodes or `nodes`; or
-    for None this machine, measured by `measure`.
-    """
-    ranks, topology = world_size(), find_topology()
-    if isinstance(requested, Hardware):
-        if requested.world_size != ranks:
-            raise ValueError(
-                f"The hardware has {requested.world_size} devices, but {ranks} processes are running;"
-                f" start {requested.world_size} processes, or describe {ranks} devices."
-            )
-        if requested.nodes != (nodes or topology.nodes):
-            raise ValueError(
-                f"The hardware has {requested.nodes} x {requested.devices_per_node} devices (nodes x devices), but the"
-                " processes are on"
-                f" {topology.nodes} x {topology.ranks_per_node}; describe or profile these, or leave hardware out."
-            )
-        return requested
-    if requested is None:
-        if nodes not in (None, topology.nodes):
-            raise ValueError(f"nodes={nodes}, but the processes are spread over {topology.nodes}; leave nodes out.")
-        return measure(device_type=device_type, seconds=SECONDS_AT_START)
-    nodes = nodes or topology.nodes
-    if ranks % nodes:
-        raise ValueError(f"nodes={nodes} does not divide the {ranks} processes; use a divisor.")
-    return preset(requested, nodes=nodes, devices_per_node=ranks // nodes)
 
 
 def with_memory_of_now(hardware: Hardware, device: torch.device) -> Hardware:

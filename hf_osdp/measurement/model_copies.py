@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -74,8 +73,8 @@ def materialised(model: nn.Module, device: torch.device, compute_dtype: torch.dt
     return real
 
 
-def shortened(model: nn.Module, units: tuple[UnitDescription, ...], copies: int) -> nn.Module:
-    """Return a copy on the meta device whose lists of blocks end once they hold `copies` of each kind.
+def shortened(model: nn.Module, units: tuple[UnitDescription, ...]) -> nn.Module:
+    """Return a copy on the meta device whose lists of blocks end once they hold one of each kind.
 
     Real buffers keep their values; blocks outside a `nn.ModuleList` are all kept.
     """
@@ -89,13 +88,6 @@ def shortened(model: nn.Module, units: tuple[UnitDescription, ...], copies: int)
     for parent, blocks in lists.items():
         row = modules[parent]
         if isinstance(row, nn.ModuleList) and len(blocks) == len(row):
-            del row[_leading_count([block_key(modules[name]) for name in blocks], copies) :]
+            keys = [block_key(modules[name]) for name in blocks]
+            del row[max(map(keys.index, keys)) + 1 :]
     return short
-
-
-def _leading_count(keys: Sequence[Hashable], copies: int) -> int:
-    """Return how many leading blocks contain `copies` of each kind, or all of a kind that has fewer."""
-    counts: dict[Hashable, list[int]] = {}
-    for count, key in enumerate(keys, start=1):
-        counts.setdefault(key, []).append(count)
-    return max(numbers[:copies][-1] for numbers in counts.values())

@@ -1,10 +1,4 @@
-"""Measure the rates of a device and its host (computation, copies, operators), and the overhead of FSDP2 and the
-optimizer.
-
-FSDP2's overhead is measured with FSDP2 itself: a few units without computation run under `fully_shard` with
-collectives that send nothing. Three kinds of units, with few or many tensors and few or many bytes, separate the costs
-per call, per tensor and per byte.
-"""
+"""Measure the rates of a device and its host: computation, copies, operators, updates."""
 
 from __future__ import annotations
 
@@ -12,23 +6,18 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..distributed.fsdp_internals import DefaultAllGather, DefaultReduceScatter
-from ..distributed.mesh import world_size
 from ..planner.description import DType
-from ..planner.hardware import FsdpOverhead, HostSpec, WorkTime
-from ..planner.training_job import OptimizerSpec, OptimizerStep
+from ..planner.hardware import HostSpec
+from ..planner.training_job import OptimizerSpec
 from .memory_limits import memory_of_rank
-from .timing import barrier, call_seconds, median_seconds, over_ranks, rounds, trimmed_mean, work_clock
+from .timing import barrier, call_seconds, median_seconds, over_ranks
 
 _DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64)
 _MATMUL_SIZES = {"cpu": (256, 512, 768), "cuda": (2048, 4096, 8192)}
@@ -38,13 +27,6 @@ _MIN_MATMULS = 3
 _COPY_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 _LINK_BYTES = 256 * 2**20
 _UPDATE_ELEMENTS = 2**25
-_UNITS = 4
-_WIDTH = 64
-_KINDS = ((1, 128), (16, 128), (16, 2**16))
-"""Tensors of a unit and elements of each: one, many, and many that are large (4 MiB together)."""
-_MIN_ROUNDS, _MAX_ROUNDS = 4, 21
-"""The first round warms up."""
-_STEPS = (OptimizerStep.FOR_LOOP, OptimizerStep.FOREACH, OptimizerStep.FUSED)
 
 
 def matmul_rates(device: torch.device, seconds: float) -> dict[DType, float]:
@@ -157,144 +139,3 @@ def update_rate(device: torch.device, seconds: float, *, elements: int = _UPDATE
     barrier(device)
     taken_s = median_seconds(optimizer.step, torch.device("cpu"), seconds)
     return OptimizerSpec().traffic_per_element() * parameter.nbytes / taken_s
-
-
-def measure_fsdp_overhead(device: torch.device, seconds: float) -> FsdpOverhead | None:
-    """Measure FSDP2's own work, on all ranks at once, and return the times of the slowest. Collective.
-
-    On CUDA it is the CPU's time to queue that work, of the quickest round; bytes move at memory speed there. Return
-    None without a process group, and on the CPU for a single process, which is not sharded.
-    """
-    alone, on_gpu = world_size() == 1, device.type == "cuda"
-    if not dist.is_initialized() or (alone and not on_gpu):
-        return None
-    clock = time.perf_counter if on_gpu else work_clock(device)
-    models = [_EmptyModel(tensors, numel, device, clock) for tensors, numel in _KINDS[: 2 if on_gpu else 3]]
-    taken: dict[str, list[list[float]]] = {}
-    """Seconds of one unit, for each kind of units."""
-    for measure in (
-        _EmptyModel.gather,
-        _EmptyModel.reduce_and_update,
-    ):  # not interleaved, so that each reuses its own freed memory
-        for number in rounds(seconds / 2, least=_MIN_ROUNDS, most=_MAX_ROUNDS):
-            for kind, model in enumerate(models):
-                for name, whole_s in measure(model).items():
-                    if number:
-                        taken.setdefault(name, [[] for _ in models])[kind].append(whole_s / _UNITS)
-    typical = min if on_gpu else trimmed_mean
-    gather, reduce = (_fit(list(map(typical, taken[name]))) for name in ("gather", "reduce"))
-    updates = {step: _fit(list(map(typical, taken[step.value]))) for step in _STEPS}
-    world = world_size()
-    return FsdpOverhead(
-        gather=replace(gather, seconds_per_byte=gather.seconds_per_byte / (1 + 1 / world)),
-        reduce=reduce,
-        updates={
-            step: replace(work, call_s=0.0, seconds_per_byte=work.seconds_per_byte * world)
-            for step, work in updates.items()
-        },
-    )
-
-
-def _fit(taken: list[float]) -> WorkTime:
-    """Fit the seconds per call, per tensor and per byte of whole parameters to the kinds of units; without the third
-    kind, bytes take none.
-    """
-    one, many, *large = over_ranks(taken)
-    tensor_s = max(0.0, (many - one) / (_KINDS[1][0] - _KINDS[0][0]))
-    nbytes = 4 * _KINDS[2][0] * (_KINDS[2][1] - _KINDS[1][1])
-    return WorkTime(
-        call_s=max(0.0, one - tensor_s),
-        tensor_s=tensor_s,
-        seconds_per_byte=max(0.0, (large[0] - many) / nbytes) if large else 0.0,
-    )
-
-
-class _EmptyModel:
-    """Sharded units of one kind without computation, with one optimizer for each kind of step."""
-
-    def __init__(self, tensors: int, numel: int, device: torch.device, clock: Callable[[], float]) -> None:
-        self._device, self._clock = device, clock
-        self._units = [_Unit(tensors, numel, clock) for _ in range(_UNITS)]
-        self._model = nn.Sequential(*self._units).to(device)
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        for unit in self._units:
-            sharded: FSDPModule = fully_shard(unit, mesh=mesh)
-            sharded.set_custom_all_gather(_SilentAllGather())
-            sharded.set_custom_reduce_scatter(_SilentReduceScatter())
-        fully_shard(self._model, mesh=mesh)
-        options: dict[OptimizerStep, dict[str, Any]] = {step: dict(step.options) for step in _STEPS}
-        parameters = list(self._model.parameters())
-        self._optimizers = {
-            step: torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0, **options[step]) for step in _STEPS
-        }
-        self._input = torch.zeros(1, requires_grad=True, device=device)
-
-    def gather(self) -> dict[str, float]:
-        """Run a step that frees parameters after forward, and return the seconds of forward, which gathers them."""
-        seconds = self._step(free=True)[0]
-        self._model.zero_grad()
-        return {"gather": seconds}
-
-    def reduce_and_update(self) -> dict[str, float]:
-        """Run a step that keeps parameters, so that backward only reduces, then each optimizer; return their
-        seconds.
-        """
-        times = {"reduce": self._step(free=False)[1]}
-        for step, optimizer in self._optimizers.items():
-            started = self._clock()
-            optimizer.step()
-            times[step.value] = self._clock() - started
-        self._model.zero_grad()
-        return times
-
-    def _step(self, *, free: bool) -> tuple[float, float]:
-        for unit in self._units:
-            assert isinstance(unit, FSDPModule)
-            unit.set_reshard_after_forward(free)
-            unit.gradients_s = 0.0
-        barrier(self._device)
-        started = self._clock()
-        output = self._model(self._input)
-        between = self._clock()
-        output.sum().backward()
-        return between - started, self._clock() - between - sum(unit.gradients_s for unit in self._units)
-
-
-class _Unit(nn.Module):
-    """Parameters that forward does not use; backward makes a new gradient for each."""
-
-    def __init__(self, tensors: int, numel: int, clock: Callable[[], float]) -> None:
-        super().__init__()
-        self.clock = clock
-        self.gradients_s = 0.0
-        """Seconds spent on making gradients, which is not FSDP2's work."""
-        self.tensors = nn.ParameterList(nn.Parameter(torch.zeros(numel // _WIDTH, _WIDTH)) for _ in range(tensors))
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return _Pass.apply(value, self, *self.tensors)
-
-
-class _Pass(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, unit: _Unit, *tensors: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-        ctx.unit, ctx.shapes = unit, [tensor.shape for tensor in tensors]
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        started = ctx.unit.clock()
-        gradients = [torch.zeros(shape, device=gradient.device) for shape in ctx.shapes]
-        ctx.unit.gradients_s += ctx.unit.clock() - started
-        return gradient, None, *gradients
-
-
-class _SilentAllGather(DefaultAllGather):
-    def __call__(self, output_tensor: object, input_tensor: object, group: object, async_op: bool = False) -> None:
-        """Send nothing."""
-
-
-class _SilentReduceScatter(DefaultReduceScatter):
-    def __call__(
-        self, output_tensor: object, input_tensor: object, group: object, op: object, async_op: bool = False
-    ) -> Any:  # noqa: ANN401
-        """Send nothing."""

@@ -1,23 +1,14 @@
-"""Modules that keep their parameters in parts, and names of modules and parts."""
+"""Names of modules and parameters, and slices of operators, which are units of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Any, cast
 
+import torch
 from torch import nn
+from torch.nn import functional as F
 
 CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module"
-
-
-class InParts(nn.Module):
-    """A module that keeps its parameters in other modules, which become units of their own."""
-
-    several_calls = False
-    """Whether more than one module calls the parts."""
-
-    def part_modules(self) -> Iterable[nn.Module]:
-        """Return the modules that have the parts."""
-        raise NotImplementedError
 
 
 def canonical_name(name: str) -> str:
@@ -25,13 +16,25 @@ def canonical_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != CHECKPOINT_WRAPPER)
 
 
-def part_names(model: nn.Module) -> dict[str, bool]:
-    """Return the names of the modules that are parts, each once, in the model's order, and whether several calls use
-    them: a tied head's parts have its embedding's names.
+class LinearSlice(nn.Module):
+    """Some of an operator's output features: a part of its weight and of its bias.
+
+    The weight is `[features, in]`, or `[in, features]` if `transposed`, as in GPT-2's `Conv1D`; contiguous slices
+    share memory.
     """
-    cut = [module for module in model.modules() if isinstance(module, InParts)]
-    parts, shared = (
-        {id(part) for module in modules for part in module.part_modules()}
-        for modules in (cut, [module for module in cut if module.several_calls])
-    )
-    return {canonical_name(name): id(one) in shared for name, one in model.named_modules() if id(one) in parts}
+
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool) -> None:
+        super().__init__()
+        self.transposed, self.weight = transposed, weight
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: torch.Tensor) -> Any:  # noqa: ANN401
+        """`[..., in]` → `[..., features]`, with the same function as the whole operator."""
+        if not self.transposed:
+            return F.linear(x, self.weight, self.bias)
+        y = torch.addmm(cast(torch.Tensor, self.bias), x.view(-1, x.shape[-1]), self.weight)
+        # Not a view: FSDP2 hooks a unit's output and warns about views, because in-place changes of a view lose the
+        # hook.
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], self.weight.shape[1]))

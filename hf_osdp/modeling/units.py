@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import DescriptionError
 from ..planner.description import DType, GatherSpan, ParameterSpec, UnitDescription
-from .parts import CHECKPOINT_WRAPPER, part_names
+from .parts import CHECKPOINT_WRAPPER, LinearSlice
 from .parts import canonical_name as canonical_name
 
 LEAST_SHARE = 0.02
@@ -99,7 +99,7 @@ def find_units(
     modules, parameters = modules_by_name(model), _names_of_parameters(model)
     ties = _find_ties(model, parameters)
     blocks = _find_blocks(model, modules, ties, block_classes)
-    cut = part_names(model)
+    cut = [name for name, module in modules.items() if isinstance(module, LinearSlice)]
     parts: list[str] = []
     for block in blocks:
         split = operators or any(_is_within(name, block) for name in cut)
@@ -109,9 +109,7 @@ def find_units(
     tied = {name for tie in ties for name in tie}
     ties = [tie for tie in ties if "" not in tie and not _inside_one(tie, blocks)]
     groups: dict[tuple[str, ...], GatherSpan] = {(name,): GatherSpan.USE for name in parts}
-    for name, several_calls in cut.items():
-        if name not in parts:
-            groups[(name,)] = GatherSpan.CALLS if several_calls else GatherSpan.USE
+    groups |= {(name,): GatherSpan.USE for name in cut if name not in parts}
     groups |= {_outermost_owners(tie, blocks): GatherSpan.STEP for tie in ties}
     grouped = {name for names in groups for name in names}
     ends = embedding_and_head(model)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import update_wrapper
-from typing import Any, cast
+from types import MethodType
+from typing import Any
 
 import torch
+from accelerate.utils.operations import convert_outputs_to_fp32
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
@@ -28,32 +30,26 @@ def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:  # noqa: ANN401
 
 
 def under_autocast(forward: Callable[..., Any], dtype: torch.dtype, device_type: str = "cpu") -> Callable[..., Any]:
-    """Wrap a forward as Accelerate does in one process: under autocast, with outputs in float32."""
-
-    def run(*args: Any, **kwargs: Any) -> object:
-        with torch.autocast(device_type, dtype=dtype):
-            output = forward(*args, **kwargs)
-        return tree_map_only(torch.Tensor, lambda tensor: tensor.float() if tensor.dtype is dtype else tensor, output)
-
-    return run
+    """Wrap a forward as Accelerate does in one process: under autocast, with outputs in float32. A method stays one,
+    so that a copy of its module runs the copy.
+    """
+    own = getattr(forward, "__func__", forward)
+    wrapped = convert_outputs_to_fp32(torch.autocast(device_type, dtype=dtype)(own))
+    return wrapped if own is forward else MethodType(wrapped, forward.__self__)  # type: ignore[attr-defined]
 
 
-class RecomputingForward:
-    """Forward of a module that itself recomputes in backward what `recomputation` says; None saves all."""
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        update_wrapper(self, forward)  # type: ignore[arg-type]  # subclasses can be called
-        self._forward, self.recomputation = forward, cast(Recomputation | None, None)
-
-
-class _Recomputed(RecomputingForward):
+class _Recomputed:
     """Forward that saves its input and the outputs of chosen operators, and runs again in backward."""
+
+    def __init__(self, forward: Callable[..., Any], recomputation: Recomputation) -> None:
+        update_wrapper(self, forward)
+        self._forward, self.recomputation = forward, recomputation
 
     def __call__(self, *args: Any, **kwargs: Any) -> object:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         # Autograd saves positional tensors through saved-tensor hooks; keyword arguments would be kept without hooks.
-        saved = () if self.recomputation is None else self.recomputation.saved_calls
+        saved = self.recomputation.saved_calls
         contexts = functools.partial(selective_contexts, saved) if saved else noop_context_fn
         return checkpoint(
             self._run, len(args), tuple(kwargs), *args, *kwargs.values(), use_reentrant=False, context_fn=contexts
@@ -70,9 +66,8 @@ def recompute(module: nn.Module, recomputation: Recomputation | None = None) -> 
     FSDP2's hooks run outside, so that a unit's parameters are gathered once for both the recomputation and the
     backward.
     """
-    if (own := _recomputing(module)) is None:
-        own = module.forward = _Recomputed(module.forward)
-    own.recomputation = own.recomputation or recomputation or Recomputation()
+    if _recomputing(module) is None:
+        module.forward = _Recomputed(module.forward, recomputation or Recomputation())
 
 
 def recomputation_of(module: nn.Module) -> Recomputation | None:
@@ -80,10 +75,10 @@ def recomputation_of(module: nn.Module) -> Recomputation | None:
     return None if (own := _recomputing(module)) is None else own.recomputation
 
 
-def _recomputing(module: nn.Module) -> RecomputingForward | None:
+def _recomputing(module: nn.Module) -> _Recomputed | None:
     forward = module.__dict__.get("forward")
     found = (forward, getattr(forward, "inner", None))
-    return next((one for one in found if isinstance(one, RecomputingForward)), None)
+    return next((one for one in found if isinstance(one, _Recomputed)), None)
 
 
 class SkippableMode(TorchDispatchMode):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from .description import GatherSpan, shown_name
-from .placement import Placed
+from .placement import ON_DEVICE, Place, Placed
 from .wire import Message as Message
 from .wire import Wires
 
@@ -21,14 +21,15 @@ class UnitLayout(Wires, Placed):
     shard_size: int
     """Ranks that share one copy: 1 replicates, the world size shards over all ranks, a size between is HSDP."""
     reshard_after_forward: bool
-    """Free the gathered parameters after forward and gather them again in backward (ZeRO-3), or keep them (ZeRO-2)."""
+    """Free the gathered parameters after forward and gather them again in backward (ZeRO-3), or keep them (ZeRO-2).
+    A replica gathers nothing: False."""
     stage_size: int = 1
     """Ranks per node if all-gathers and reduce-scatters run in two stages, between and inside nodes; 1 is a single
     stage.
     """
     reduce_every_micro_step: bool = True
     """Reduce-scatter gradients in each micro-step and hold shards, or hold whole gradients and reduce their sum in the
-    last micro-step. The all-reduce between replicas always runs in the last micro-step."""
+    last micro-step. The all-reduce between replicas always runs in the last micro-step; for a replica this is True."""
 
     def __post_init__(self) -> None:
         if self.shard_size < 1:
@@ -41,6 +42,14 @@ class UnitLayout(Wires, Placed):
             )
         self.check_formats(self.shard_size)
         self.check_place()
+        if self.is_replica:  # neither has a meaning, and equal layouts are to be equal
+            object.__setattr__(self, "reshard_after_forward", False)
+            object.__setattr__(self, "reduce_every_micro_step", True)
+
+    @property
+    def is_replica(self) -> bool:
+        """Whether the unit has plain parameters outside FSDP2: every rank has all of them on its device."""
+        return self.shard_size == 1 and not self.away
 
     @property
     def two_stage(self) -> bool:
@@ -56,7 +65,7 @@ class UnitLayout(Wires, Placed):
             text += f" in 2 stages ({self.shard_size // self.stage_size} x {self.stage_size})"
         parts = [
             text,
-            "" if self.reshard_after_forward else "keep",
+            "" if self.reshard_after_forward or self.is_replica else "keep",
             "" if self.reduce_every_micro_step else "hold gradients",
             *self.describe_place(),
             *(f"{name} in {form.value}" for name, form in self.formats.items()),
@@ -127,8 +136,9 @@ def layouts_for(
     *,
     reshard_after_forward: bool | None = None,
     stage_sizes: Sequence[int] = (1,),
+    place: Place = ON_DEVICE,
 ) -> tuple[UnitLayout, ...]:
-    """Return the possible layouts of a unit.
+    """Return the possible layouts of a unit in one place.
 
     `reshard_after_forward=None` allows both values; two stages need several whole nodes.
     """
@@ -140,15 +150,20 @@ def layouts_for(
         for stage in stage_sizes
         if stage == 1 or (size > stage and size % stage == 0)
     ]
-    return tuple(
-        UnitLayout(shard_size=size, reshard_after_forward=free, stage_size=stage)
+    layouts = (
+        UnitLayout(shard_size=size, reshard_after_forward=free, stage_size=stage, **place._asdict())
         for size, stage in sizes
         for free in reshards
     )
+    return tuple(dict.fromkeys(layouts))
 
 
 Mesh = tuple[int, int]
 """Shard size and stage size of one device mesh; stage size 1 without stages."""
+REPLICAS: Mesh = (1, 1)
+WHOLE_WORLD: Mesh = (0, 1)
+"""Replicas, and units of FSDP2 over all ranks, use the group of all ranks. Their collectives come in orders of their
+own, so that replicas get a group of their own where a plan has both."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -158,7 +173,7 @@ def meshes_of(shard_size: int, stage_size: int, world_size: int) -> frozenset[Me
     `Meshes.prepare` (distributed/mesh.py) forms a mesh for each shard size g of W ranks, and for stages of s ranks
     within g:
 
-        g = 1 or g = W          none: the axis over all ranks is the default process group, one rank alone needs none
+        g = W, g = 1 on a host  none: the axis over all ranks is the default process group, one rank alone needs none
         1 < g < W               2 groups: one axis over the g ranks that share a copy, one over the W / g replicas
         stages of s             those of g = s, and where g < W 3 more: replicas, nodes and ranks of a node
     """
@@ -167,14 +182,23 @@ def meshes_of(shard_size: int, stage_size: int, world_size: int) -> frozenset[Me
     return frozenset({(size, 1) for size in sizes} | staged)
 
 
+def groups_of(layout: UnitLayout, world_size: int) -> frozenset[Mesh]:
+    """Return what decides the process groups of a layout: its meshes, and how it uses the group of all ranks."""
+    if layout.is_replica:
+        return frozenset({REPLICAS})
+    uses_all = {WHOLE_WORLD} if layout.shard_size in (1, world_size) else ()
+    return meshes_of(layout.shard_size, layout.stage_size, world_size).union(uses_all)
+
+
 def groups_in(meshes: Iterable[Mesh]) -> int:
     """Return the number of communicators of these meshes, without the one of all ranks."""
-    return sum(2 if stage_size == 1 else 3 for _, stage_size in meshes)
+    meshes, shared = set(meshes), {REPLICAS, WHOLE_WORLD}
+    return (shared <= meshes) + sum(2 if stage_size == 1 else 3 for _, stage_size in meshes - shared)
 
 
 def communicators_of(layouts: Iterable[UnitLayout], world_size: int) -> int:
     """Return the number of NCCL communicators on each rank, the one of all ranks included; groups of one rank have
     none.
     """
-    meshes = {mesh for layout in layouts for mesh in meshes_of(layout.shard_size, layout.stage_size, world_size)}
+    meshes = {mesh for layout in layouts for mesh in groups_of(layout, world_size)}
     return 0 if world_size == 1 else 1 + groups_in(meshes)

@@ -59,16 +59,12 @@ class GatherSpan(str, Enum):
 
     USE = "use"
     """While the unit runs: a transformer block, an embedding, a head."""
-    CALLS = "calls"
-    """While each of several calls in a micro-step runs, freed between calls: slices of a projection that shares the
-    embedding's weight. Autograd sums the gradients of all calls before FSDP2 sees them, so that they are whole until
-    the first call's backward."""
     STEP = "step"
     """From the first use in forward to the end of backward: the root, and weights that embedding and head share."""
 
     def reshards(self, asked: bool) -> bool:
         """Return whether parameters are freed after forward; other spans than `USE` leave a layout no choice."""
-        return asked if self is GatherSpan.USE else self is GatherSpan.CALLS
+        return asked and self is GatherSpan.USE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,17 +81,11 @@ class Recomputation:
     """Work relative to a full recomputation, by a rough rate of FLOPs and bytes; for tables."""
     names: tuple[str, ...] = ()
     """Names of the saved calls for tables: modules of products (`c_attn`), else operators."""
-    budget: float | None = None
-    """torch's `activation_memory_budget` of a compiled unit: the share of its saved bytes that it may keep; None
-    saves only its input.
-    """
 
     def __post_init__(self) -> None:
         unsafe = next((call for call in self.saved_calls if call.startswith("_to_copy#") or "_#" in call), None)
         different = len(set(self.saved_calls)) == len(self.saved_calls)
         refuse_first({
-            f"budget={self.budget} of a recomputation must lie between 0 and 1, without saved_calls.":
-                self.budget is not None and (self.saved_calls or not 0 < self.budget < 1),
             f"share={self.share} of a recomputation must be from 0 to 1.": not 0 <= self.share <= 1,
             f"saved_calls={self.saved_calls!r} must be different calls of operators, such as 'addmm#0'.":
                 not (different and all(map(_CALL.fullmatch, self.saved_calls))),
@@ -104,8 +94,6 @@ class Recomputation:
 
     def describe(self) -> str:
         """Return short text for tables: `recompute`, `recompute 0.4: saves c_attn, attention`."""
-        if self.budget is not None:
-            return f"recompute {self.share:.2g}: budget {self.budget:g}"
         if not self.saved_calls:
             return "recompute"
         shown = ", ".join(self.names[:_MOST_NAMES]) + (

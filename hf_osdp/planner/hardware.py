@@ -212,11 +212,15 @@ class WorkTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpOverhead:
-    """Work of FSDP2 and the optimizer beside compute and links.
+    """Work of FSDP2, of replicas and of the optimizer beside compute and links.
 
     Beside a GPU it is the CPU's time alone, without bytes, which move at the speed of memory.
     """
 
+    copy: WorkTime
+    """Writing a replica's copies in the compute dtype. Bytes are read and written."""
+    flatten: WorkTime
+    """Collecting a replica's gradients for the all-reduce. Bytes are read and written."""
     gather: WorkTime
     """Gathering a unit without the collective: hooks, views, copies into the buffer and out of it. Bytes are the
     copied ones: all parameters out of the buffer, and for g > 1 the rank's 1/g of them into it."""
@@ -232,19 +236,44 @@ class FsdpOverhead:
         object.__setattr__(self, "updates", MappingProxyType(dict(self.updates)))
 
     @classmethod
-    def issued(cls, operator_s: float) -> FsdpOverhead:
-        """Return the CPU's time beside a GPU, estimated from the seconds of an operator."""
-        gather, reduce, fused, foreach, loop = (
-            WorkTime(call_s=call * operator_s, tensor_s=tensor * operator_s) for call, tensor in _OPERATORS_OF_FSDP
-        )
-        updates = {OptimizerStep.FUSED: fused, OptimizerStep.FOREACH: foreach, OptimizerStep.FOR_LOOP: loop}
-        return cls(gather=gather, reduce=reduce, updates=updates)
+    def issued(cls, operator_s: float, **stock: tuple[float, float, float]) -> FsdpOverhead:
+        """Return the CPU's time beside a GPU, estimated from the seconds of an operator; `stock` is what differs
+        (`DDP_OPERATORS`, `FSDP_OPERATORS`).
+        """
+        return cls._of(_OPERATORS | stock, operator_s, 0.0)
+
+    @classmethod
+    def among_ranks(cls, operator_s: float, byte_s: float) -> FsdpOverhead:
+        """Return the time of CPU ranks from the seconds of an operator, and to move a byte of memory."""
+        return cls._of(_AMONG_RANKS, operator_s, byte_s)
+
+    @classmethod
+    def _of(cls, table: Mapping[str, tuple[float, float, float]], operator_s: float, byte_s: float) -> FsdpOverhead:
+        works = {
+            name: WorkTime(call_s=call * operator_s, tensor_s=tensor * operator_s, seconds_per_byte=nbytes * byte_s)
+            for name, (call, tensor, nbytes) in table.items()
+        }
+        return cls(updates={step: works.pop(step.value) for step in OptimizerStep}, **works)
 
 
-_OPERATORS_OF_FSDP = (60, 3.3), (55, 4.4), (0, 4.8), (0, 6), (0, 33)
-"""CPU time of FSDP2's gather of a unit, its reduction, and AdamW fused, by lists of tensors and in a loop, as
-multiples of an operator's: for a call, and for each tensor. Measured by `measure_fsdp_overhead` in bf16 without bytes
-to move (torch 2.13), among ranks that send nothing; NCCL's own calls come on top. Checked on an H100: docs/rates.md.
+_OPERATORS = {
+    "copy": (8, 0.0, 0.0), "flatten": (17, 0.2, 0.0), "gather": (60, 3.3, 0.0), "reduce": (55, 4.4, 0.0),
+    "fused": (0.0, 0.4, 0.0), "foreach": (0.0, 1.3, 0.0), "for_loop": (0.0, 8.5, 0.0),
+}  # fmt: skip
+"""CPU time of a unit's work and of AdamW, as multiples of an operator's: for a call, and for each tensor; and as
+multiples of the time to move a byte, for each byte. Measured in bf16 without bytes to move (torch 2.13), among ranks
+that send nothing; NCCL's own calls come on top: docs/rates.md.
+"""
+DDP_OPERATORS = {"copy": (0.0, 1.1, 0.0), "flatten": (0.0, 2.6, 0.0)}
+"""What differs under torch's DDP and autocast, which casts each weight and each gradient by itself."""
+FSDP_OPERATORS = {"fused": (0.0, 4.8, 0.0), "foreach": (0.0, 6.0, 0.0), "for_loop": (0.0, 33.0, 0.0)}
+"""What differs under FSDP2 as it comes, whose optimizers step DTensors."""
+_AMONG_RANKS = {
+    "copy": (8, 0.0, 1.0), "flatten": (10, 1.2, 1.0), "gather": (85, 4.2, 2.4), "reduce": (55, 4.4, 5.4),
+    "fused": (0.0, 0.9, 4.4), "foreach": (0.0, 3, 28), "for_loop": (0.0, 8, 34),
+}  # fmt: skip
+"""The same, as measured in float32 on two gloo ranks of two CPU cores in November 2026 (torch 2.13): rounded means of
+three runs, which differed by up to a fifth, a call to reduce by two.
 """
 
 
@@ -296,8 +325,15 @@ class Hardware:
 
     @property
     def queueing(self) -> FsdpOverhead:
-        """The CPU's time for FSDP2 and the optimizer beside a GPU: as measured, else estimated."""
+        """The CPU's time for FSDP2 and the optimizer beside a GPU: as in the measured machine, else estimated."""
         return self.fsdp_overhead or FsdpOverhead.issued(self.device.operator_s)
+
+    def running(self, stock: Mapping[str, tuple[float, float, float]]) -> Hardware:
+        """Return the machine with the host's time of DDP or of FSDP2 as people run them (`DDP_OPERATORS`,
+        `FSDP_OPERATORS`), if a GPU may wait for the host.
+        """
+        overhead = FsdpOverhead.issued(self.device.operator_s, **stock)
+        return replace(self, fsdp_overhead=overhead) if self.backend.overlaps else self
 
     @property
     def intra_node_bytes_per_s(self) -> float:

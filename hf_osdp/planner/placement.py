@@ -87,6 +87,9 @@ class Place(NamedTuple):
     states_on_host: bool = False
 
 
+ON_DEVICE = Place()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Placed:
     """Decisions for one unit about the memory of its states and activations."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from ..errors import PlanError
 from ..reading import parse_json, read_bytes
-from .block_forms import FORM_FIELDS, BlockForms
+from .block_forms import BlockForms
 from .decision import Batch, UnitDecision, UnitLayout, communicators_of
 from .description import ModelDescription
 from .files import validated, write_whole
@@ -20,10 +19,9 @@ from .hardware import MOST_RANKS
 from .split import WHOLE_BLOCKS, ModelSplit
 from .training_job import EXACT
 
-PLAN_VERSION = 9
+PLAN_VERSION = 11
 _MOST = {"world_size": MOST_RANKS, "micro_batch_size": 2**20, "accumulation_steps": 2**20, "sequence_length": 2**30}
 _MOST_UNITS = 2**14
-_LAYER = re.compile(r"\.\d+(?=\.|$)")
 _ESTIMATES = {
     "memory_limit_bytes": None,
     "peak_bytes": None,
@@ -31,7 +29,6 @@ _ESTIMATES = {
     "proven_optimal": False,
     "gap": None,
     "simplified": "",
-    "proven_simplest": None,
 }
 _NAMES = {"model_name": "", "hardware": "", "devices_per_node": None}
 
@@ -70,9 +67,6 @@ class Plan(BlockForms):
     """Share of the step by which a faster plan of the space may be shorter at most, as the search proved."""
     simplified: str = ""
     """What the fastest plan would have gained, if a simpler one was taken (`OSDPConfig.simplicity`)."""
-    proven_simplest: bool | None = None
-    """Whether the search proved that no plan near the fastest is simpler, and none as simple is faster; None if it did
-    not look for a simple plan."""
     hardware: str = ""
     devices_per_node: int | None = None
     """Ranks per node; the plan's groups follow the nodes."""
@@ -107,50 +101,6 @@ class Plan(BlockForms):
                 raise PlanError(f"Unit {unit.label!r} is listed twice in the plan.")
             seen.add(unit.fqn)
 
-    def to_fsdp_plan(self) -> dict[str, str]:
-        """Return the plan as the `fsdp_plan` of transformers' `DistributedConfig`: module names → styles, with `*` for
-        a layer's number.
-
-        Transformers (5.23) shards modules without an entry with the root, such as modules that share weights, and
-        keeps a model's own rules beside these. Set `fsdp_size` to the shard size, and `dp_replicate_size` to the world
-        size divided by it.
-
-        Raises:
-            PlanError: an `fsdp_plan` cannot express the plan; the message names the first reason.
-        """
-        sizes, on_host = sorted({unit.shard_size for unit in self.units}), sum(unit.on_host for unit in self.units)
-        listed = ", ".join(map(str, sizes))
-        beyond = [
-            (len(sizes) > 1, f"units have {len(sizes)} group sizes ({listed})", "one mesh for all"),
-            (self.changed_blocks, f"it has {self.changed_blocks}", "what is sharded"),
-            (not self.split.is_none, f"the model is split into {self.split.describe()}", "whole modules"),
-            (
-                0 < on_host < len(self.units), f"{on_host} of {len(self.units)} units live on the host",
-                "all on the host (fsdp_cpu_offload) or none",
-            ),
-        ]  # fmt: skip
-        for unit in self.units:
-            reason = _beyond_fsdp_plan(unit, self.accumulation_steps)
-            beyond.append((reason, f"unit {unit.label!r} {reason}", "whether gathered parameters are kept"))
-        styles: dict[str, str] = {}
-        for unit in self.units:
-            if unit.fqn and len(unit.module_names) == 1:
-                layers, style = (
-                    _LAYER.sub(".*", unit.fqn),
-                    "free_full_weight" if unit.reshard_after_forward else "keep_full_weight",
-                )
-                differs = styles.setdefault(layers, style) != style
-                beyond.append(
-                    (differs, f"of {layers} some are kept gathered and some are not", "one style for all of them")
-                )
-        for refused, reason, words in beyond:
-            if refused:
-                raise PlanError(
-                    f"An fsdp_plan cannot express this plan: {reason}, but it states only {words}; run the plan with"
-                    " hf_osdp."
-                )
-        return styles
-
     @classmethod
     def of(
         cls,
@@ -172,7 +122,7 @@ class Plan(BlockForms):
             **asdict(batch),
             model_fingerprint=description.fingerprint,
             split=description.split,
-            **{name: getattr(description, name) for name in FORM_FIELDS},
+            compiled_classes=description.compiled_classes,
             model_name=description.model_name,
             sequence_length=description.sequence_length,
             **stated,
@@ -306,16 +256,3 @@ def plan_content(text: str | bytes, source: str) -> Any:  # noqa: ANN401 - any J
 def _some(names: Iterable[str]) -> str:
     listed, limit = list(names), 6
     return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
-
-
-def _beyond_fsdp_plan(unit: UnitDecision, accumulation_steps: int) -> str:
-    """Return the first part of a decision that an `fsdp_plan` cannot express, or an empty text."""
-    beyond = {
-        "recomputes its activations": unit.activations.recomputes,
-        "offloads its activations": unit.activations.offloads,
-        "has collectives in two stages": unit.two_stage,
-        "is sent in fewer bits": unit.formats,
-        "has its optimizer states on the host": unit.states_on_host,
-        "holds whole gradients between micro-steps": accumulation_steps > 1 and not unit.reduce_every_micro_step,
-    }
-    return next((words for words, holds in beyond.items() if holds), "")

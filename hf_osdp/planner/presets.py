@@ -31,8 +31,8 @@ pytorch/pytorch#120925)."""
 
 OPERATOR_S = 8e-6
 """CPU time of an operator beside a GPU, until it is measured: 2 to 7 microseconds in eager torch
-(pytorch/pytorch#41383), 9 to 12 on the host of an H100 (docs/gpu_results.md), 7 to 8 by trainings of short samples on
-an A100 (docs/rates.md). FSDP2's own time follows from it (`FsdpOverhead.issued`)."""
+(pytorch/pytorch#41383), 9 to 12 on the host of an H100 (benchmarks/gpu_suite/results.md), 7 to 8 by
+trainings of short samples on an A100 (docs/rates.md). FSDP2's own time follows from it (`FsdpOverhead.issued`)."""
 
 
 _PCIE_5_GB_PER_S = 63.0

@@ -55,7 +55,7 @@ class PlanningProblem:
     strategy: Strategy = Strategy.OSDP
     """`osdp` searches each unit's layout; another strategy is planned at its best batch. A name is accepted."""
     simplicity: float = 0.0
-    """Share of a step's time that a simpler plan may cost; 0 takes the fastest plan."""
+    """Price of each part of a plan (`Option.parts`), as a share of a step's time; 0 takes the fastest plan."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", Strategy.parse(self.strategy))
@@ -83,6 +83,6 @@ def check_simplicity(value: object) -> None:
     """Raise a ValueError unless the value is a number of at least 0 and below 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
         raise ValueError(
-            f"simplicity={value!r} must be the share of a step's time that a simpler plan may cost, at least 0 and"
-            " below 1, such as 0.01."
+            f"simplicity={value!r} must be the share of a step's time that one layout less may cost, at least 0 and"
+            " below 1, such as 0.001."
         )

@@ -12,14 +12,13 @@ from ..errors import ProfileError
 from ..quantities import check_numbers
 from ..reading import parse_json, read_bytes
 from .affine import Affine, linear_fit
+from .block_forms import COUNTED_AS_EAGER, MEASURED_COMPILED
 from .cost.timing import phase_affine
 from .description import DType, ModelDescription, PhaseCost, Segment
 from .files import plain, validated, write_whole
 from .hardware import Hardware
 
-PROFILE_VERSION = 7
-COPIES = 3
-"""Number of blocks of each kind that run one after the other when they are timed."""
+PROFILE_VERSION = 8
 _WORK_SAMPLES = 2
 """Samples for which the work of segments is compared."""
 _SAME_WORK = 0.02
@@ -77,11 +76,13 @@ class TimePoint:
     samples: int
     forward_s: float
     backward_s: float
+    saved_bytes: int = 0
+    """Bytes that forward leaves allocated on the device; 0 on the CPU, where they are not known."""
 
     def __post_init__(self) -> None:
         if self.samples < 1:
             raise ValueError(f"TimePoint.samples={self.samples} must be at least 1.")
-        check_numbers(self, "forward_s", "backward_s")
+        check_numbers(self, "forward_s", "backward_s", "saved_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,14 +95,18 @@ class SegmentTimes:
     compute_dtype: DType
     work: SegmentWork
     points: tuple[TimePoint, ...]
+    compiled: bool = False
+    """Whether the segment ran compiled."""
 
     def __post_init__(self) -> None:
         if not self.points:
             raise ValueError(f"The segment of {self.class_name} has no measured time; it needs at least one.")
 
     def fits(self, description: ModelDescription, segment: Segment) -> bool:
-        """Return whether the segment is of this kind."""
+        """Return whether the segment is of this kind; one to be compiled may have been measured as it is."""
         class_name, shapes, work = segment_kind(description, segment)
+        if self.compiled and not description.compiles(class_name):
+            return False
         mine = (self.class_name, self.parameter_shapes, self.sequence_length, self.compute_dtype)
         theirs = (class_name, shapes, description.sequence_length, description.compute_dtype)
         return mine == theirs and self.work.difference(work) <= _SAME_WORK
@@ -110,6 +115,22 @@ class SegmentTimes:
         """Return the seconds of `forward_s` or `backward_s` against samples, fitted to the measured sizes."""
         constant, per_sample = linear_fit([(point.samples, max(getattr(point, phase), 1e-9)) for point in self.points])
         return Affine(constant=constant, per_sample=per_sample)
+
+    @property
+    def saved_bytes(self) -> Affine | None:
+        """What a compiled segment saves against samples, a line through the smallest and the largest size; None if it
+        was not compiled or measured on a device.
+        """
+        few, many = (pick(self.points, key=lambda point: point.samples) for pick in (min, max))
+        if not (self.compiled and few.saved_bytes and many.saved_bytes):
+            return None
+        if few.samples == many.samples:
+            return Affine(per_sample=many.saved_bytes / many.samples)
+        slope = max(0.0, (many.saved_bytes - few.saved_bytes) / (many.samples - few.samples))
+        constant = max(point.saved_bytes - slope * point.samples for point in (few, many))
+        if constant < 0:
+            return Affine(per_sample=max(point.saved_bytes / point.samples for point in (few, many)))
+        return Affine(constant=constant, per_sample=slope)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +241,11 @@ class BlockTimes:
         the roofline's times `slowdown`, so that they compare with measured ones.
         """
         segments = tuple(self._timed(segment, description) for segment in description.segments)
-        return replace(description, segments=segments, timing=self.source)
+        compiled = [s for s in description.segments if description.compiles(segment_kind(description, s)[0])]
+        found = [_nearest(self.segments, segment, description) for segment in compiled]
+        measured = bool(found) and all(times is not None and times.saved_bytes is not None for times in found)
+        trace = description.trace.replace(COUNTED_AS_EAGER, MEASURED_COMPILED) if measured else description.trace
+        return replace(description, segments=segments, timing=self.source, trace=trace)
 
     def _timed(self, segment: Segment, description: ModelDescription) -> Segment:
         found = _nearest(self.segments, segment, description)
@@ -252,12 +277,13 @@ class BlockTimes:
                 backward=_measured(costs.backward, backward_s),
             )
 
-        return replace(
+        timed = replace(
             segment,
             forward=_measured(segment.forward, forward),
             backward=_measured(segment.backward, backward),
             recomputed=tuple(replace(policy, costs=again(policy.costs)) for policy in segment.recomputed),
         )
+        return timed if found.saved_bytes is None else _with_saved(timed, found.saved_bytes)
 
     def _scaled(self, phase: PhaseCost, description: ModelDescription) -> PhaseCost:
         roofline = phase_affine(phase, description, self.hardware)
@@ -268,12 +294,24 @@ def _measured(phase: PhaseCost, seconds: Affine) -> PhaseCost:
     return replace(phase, seconds=seconds)  # beside a GPU the CPU issues FSDP2's work after these operators
 
 
+def _with_saved(segment: Segment, saved: Affine) -> Segment:
+    """Return a compiled segment with what it saves. Its own peaks stay those of the trace, which are higher; those of
+    backward count from what forward saves.
+    """
+    less = Affine(
+        constant=max(0.0, segment.saved_bytes.constant - saved.constant),
+        per_sample=max(0.0, segment.saved_bytes.per_sample - saved.per_sample),
+    )
+    backward = replace(segment.backward, peak_bytes=segment.backward.peak_bytes.plus(less))
+    return replace(segment, saved_bytes=saved, backward=backward)
+
+
 def _nearest(
     measured: tuple[SegmentTimes, ...], segment: Segment, description: ModelDescription
 ) -> SegmentTimes | None:
     """Return the times of the segment's kind with the nearest work; None if it was not timed."""
     fitting, work = [times for times in measured if times.fits(description, segment)], SegmentWork.of(segment)
-    return min(fitting, key=lambda times: times.work.difference(work), default=None)
+    return min(fitting, key=lambda times: (not times.compiled, times.work.difference(work)), default=None)
 
 
 def _mismatch(segment: Segment, description: ModelDescription, measured: tuple[SegmentTimes, ...]) -> str:
@@ -283,7 +321,7 @@ def _mismatch(segment: Segment, description: ModelDescription, measured: tuple[S
         f"{name} at {tokens} tokens in {of.value}" for name, tokens, of in sorted(had)
     )
     if (unit.class_name, length, dtype) in had:
-        there = "its segments of that class have other parameter shapes, attention, dropout or checkpointing"
+        there = "its segments of that class have other shapes, attention, dropout, checkpointing or compilation"
     return (
         f"The profile has no times for {unit.class_name} {unit.label!r} at {length} tokens in {dtype.value}; {there}."
         " Profile this model,"

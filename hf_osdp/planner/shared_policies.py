@@ -6,15 +6,6 @@ from dataclasses import replace
 
 from .affine import Affine
 from .description import ModelDescription, Segment
-from .split import ModelSplit
-
-
-def without_head(split: ModelSplit, whole: ModelDescription) -> ModelSplit:
-    """Return a split without what it changes outside the blocks of the whole model."""
-    blocks = tuple(
-        f"{name}." for unit in whole.units if unit.class_name in whole.block_classes for name in unit.module_names
-    )
-    return split.inside(blocks)
 
 
 def with_policies_of(base: ModelDescription, changed: ModelDescription) -> ModelDescription | None:

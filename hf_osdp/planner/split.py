@@ -5,7 +5,7 @@ chunks.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _MOST_CHUNKS = 1024
 
@@ -15,8 +15,7 @@ class OperatorSplit:
     """One operator in slices, which are gathered and used one after the other."""
 
     fqn: str
-    """Name of the module in `named_modules`, such as `transformer.h.0.mlp.c_fc`. The vocabulary projection has its
-    head's name, `lm_head`, also if it shares the embedding's weight."""
+    """Name of the module in `named_modules`, such as `transformer.h.0.mlp.c_fc`."""
     slices: int
     """Number of slices; it need not divide the output features."""
 
@@ -68,15 +67,14 @@ class ModelSplit:
         return self == WHOLE_BLOCKS
 
     @property
+    def with_whole_loss(self) -> ModelSplit:
+        """The same split, with the loss of all tokens at once."""
+        return replace(self, loss_chunks=1)
+
+    @property
     def cuts_parameters(self) -> bool:
         """Whether parameters of the model are replaced by parts."""
         return bool(self.sliced)
-
-    def inside(self, names: tuple[str, ...]) -> ModelSplit:
-        """Return the split without what it changes outside of modules whose names begin so."""
-        return ModelSplit(
-            operators=self.operators, sliced=tuple(one for one in self.sliced if one.fqn.startswith(names))
-        )
 
     @property
     def changes_modules(self) -> bool:

@@ -270,8 +270,6 @@ class TrainingJob(Decisions):
     """Whether gradients are clipped by their norm before each optimizer step."""
     communication: Communication = EXACT
     """The coarsest format in which parameters and gradients may be sent, used where it is faster."""
-    correction_bytes: int = 0
-    """Bytes added to every moment: the error of an earlier plan's estimate, see `planner/cost/correction.py`."""
 
     def __post_init__(self) -> None:
         everything, states = STATE_OPTIONS

@@ -17,7 +17,7 @@ from ..planner.placement import HOST_OPTIONS
 from ..planner.plan import Plan
 from ..planner.problem import check_simplicity
 from ..planner.profile import Profile
-from ..planner.training_job import EXACT, Communication, Decisions
+from ..planner.training_job import Communication, Decisions
 from ..quantities import parse_limit
 
 _TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -34,7 +34,7 @@ _TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 GROUPS = {
     "Batch": ("sequence_length", "images", "global_batch_size", "micro_batch_size", "inputs"),
-    "Devices": ("hardware", "nodes", "profile", "time_blocks", "recalibrate"),
+    "Devices": ("hardware", "nodes", "profile", "time_blocks"),
     "Memory": ("memory_limit", "memory_margin", *HOST_OPTIONS, "recompute", "on_oom"),
     "Layout": (
         "strategy", "simplicity", "block_classes", "operator_splitting", "split_vocabulary", "compile", "plan",
@@ -47,9 +47,8 @@ GROUPS = {
 LEAST = {"images": 0}
 """Least values of whole numbers, if they are not 1."""
 _IGNORED_WITH_PLAN = (
-    "strategy", "operator_splitting", "on_oom", "recalibrate", "hardware", "profile", "nodes", "memory_margin",
-    "simplicity",
-    "recompute", *HOST_OPTIONS, "split_vocabulary", "compile", "time_blocks",
+    "strategy", "operator_splitting", "on_oom", "hardware", "profile", "nodes", "memory_margin",
+    "simplicity", "recompute", *HOST_OPTIONS, "split_vocabulary", "compile", "compare", "time_blocks",
 )  # fmt: skip
 
 
@@ -97,10 +96,6 @@ class OSDPConfig(Decisions):
     time_blocks: bool = True
     """Time a few of the model's blocks on the devices before planning, a second or two the first time and then kept on
     disk; False estimates them from the rates of the hardware. Not if `hardware`, `profile` or `plan` is given."""
-    recalibrate: bool = False
-    """Before training starts, try the plan for a few steps on a temporary copy of the model, correct the estimates by
-    the measurements, and plan again, until the plan no longer changes (at most 3 rounds). The plan that runs was tried
-    and fits."""
     memory_limit: int | float | str | None = None
     """Memory of each device that training may use, such as 8GiB; default: all of it.
 
@@ -111,15 +106,13 @@ class OSDPConfig(Decisions):
     tensors, and 0 on the CPU.
     """
     on_oom: Literal["raise", "replan"] = "raise"
-    """If a device runs out of memory in spite of the plan, `raise` reports where, and a safer plan; `replan` lets the
-    launcher (`torchrun --max-restarts 3`) restart all ranks with that plan, from the last complete checkpoint."""
+    """If a device runs out of memory in spite of the plan, `raise` reports where, and a lower limit; `replan` lets the
+    launcher (`torchrun --max-restarts 3`) restart all ranks under that limit, from the last complete checkpoint."""
     strategy: Literal["osdp", "fsdp", "ddp", "zero2", "hsdp", "two_stage"] = "osdp"
     """`osdp` decides for each unit; the others use one layout for all units."""
-    simplicity: float = 0.01
-    """Share of a step's time that a simpler plan may cost; 0 takes the fastest.
-
-    Among the plans within the share, the planner takes the one of fewest different layouts, groups of ranks and uses
-    of the host, and states what the fastest plan would have gained.
+    simplicity: float = 0.001
+    """Price of each further layout, group of ranks and use of the host, as a share of a step's time; 0 takes the
+    fastest plan. A plan that gives up some of them states how much slower it is.
     """
     block_classes: tuple[str, ...] | str | None = None
     """Classes that become units, as one comma-separated text; default: found in the model.
@@ -129,28 +122,27 @@ class OSDPConfig(Decisions):
     operator_splitting: bool = True
     """Split blocks into operator units, and operators into slices, if memory is short and that makes steps faster."""
     split_vocabulary: bool | None = None
-    """Compute the loss in chunks, or the vocabulary projection in slices, where that pays; outputs.logits are then
-    computed when they are read. Default: as under the Trainer, which allows it if the loss is the model's; other loops
-    need OSDPConfig(split_vocabulary=True).
+    """Compute the loss in chunks where that pays; outputs.logits are then computed when they are read. Default: as
+    under the Trainer, which allows it if the loss is the model's; other loops need OSDPConfig(split_vocabulary=True).
     """
-    compile: bool | Literal["auto"] = False
+    compile: bool = False
     """Compile the forward of each block with Inductor before it is sharded.
 
     Elementwise operators run as one kernel, and less is saved for backward. The first steps take longer, seconds to
-    minutes. Blocks that do not compile as one graph run eager; blocks are not split. `"auto"` compiles if that saves
-    time within the run by the estimate, and logs the reason if it does not.
+    minutes. Blocks are not split. On a GPU, compiled blocks are measured before planning; elsewhere they are counted
+    as not compiled.
     """
     plan: Plan | str | Path | None = None
     """A plan, or the path of a plan file, to run unchanged instead of searching."""
-    compare: bool = True
-    """Also estimate DDP, ZeRO-2, FSDP and HSDP, to compare them with the plan."""
+    compare: bool = False
+    """Also estimate DDP, ZeRO-2, FSDP and HSDP at the start, and print them beside the plan."""
     communication: Communication = "exact"
     """Coarsest format in which parameters and gradients may be sent over slow links; it changes the rounding of
     training.
 
     `int8` has a scale for each block, `int4` is for gradients only, `exact` changes nothing. The planner chooses a
-    format for each unit and direction if it saves time; sums are computed in float32. docs/communication.md shows the
-    effect on the loss.
+    format for each unit and direction if it saves time; sums are computed in float32. docs/several_machines.md shows
+    the effect on the loss.
     """
     report: bool = True
     """Write `osdp_report.json`, the plan with its estimate and measurement, into the run's output folder; False keeps
@@ -194,8 +186,6 @@ class OSDPConfig(Decisions):
                 self.plan is not None and ignored != "plan",
             f"profile already describes the hardware, so {self._shown(described)} would have no effect":
                 self.profile is not None and getattr(self, described) is not None,
-            f"recalibrate=True measures links by exact communication, but the run has {self._shown('communication')}":
-                self.recalibrate and self.communication != EXACT,
             f"split_vocabulary=True has no effect with {self._shown(unsplit)}":
                 self.split_vocabulary and (not self.operator_splitting or self.strategy != "osdp"),
         }  # fmt: skip
@@ -249,15 +239,12 @@ _HINTS = get_type_hints(OSDPConfig)
 def _problem(name: str, value: object, hint: Any) -> str | None:  # noqa: ANN401
     """Return the reason why an option cannot have a value; None if it can."""
     kinds = get_args(hint) or (hint,)
-    words = [word for kind in kinds for word in get_args(kind) if get_origin(kind) is Literal]
     if value is None and type(None) in kinds:
         return None
     if get_origin(hint) is Literal:
         return None if value in kinds else f"is not known; use one of {', '.join(kinds)}"
     if bool in kinds:
-        return (
-            None if isinstance(value, bool) or value in words else f"must be {', or '.join(['true or false', *words])}"
-        )
+        return None if isinstance(value, bool) else "must be true or false"
     if kinds[:2] == (int, type(None)) and (
         isinstance(value, bool) or not isinstance(value, int) or value < LEAST.get(name, 1)
     ):

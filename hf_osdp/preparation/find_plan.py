@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,7 +26,6 @@ from ..errors import (
     refuse_first,
 )
 from ..measurement.block_times import TimedModel
-from ..measurement.machine import hardware_of_run
 from ..modeling.batch import training_batch
 from ..modeling.split.candidates import possible_splits
 from ..planner.cost.placement import host_of
@@ -37,19 +36,17 @@ from ..planner.problem import PlanningProblem, Strategy
 from ..planner.profile import BlockTimes, Profile
 from ..planner.search.compare import StrategyResult, choose_description, compare_strategies
 from ..planner.search.search import search
-from ..planner.shared_policies import with_policies_of, without_head
+from ..planner.shared_policies import with_policies_of
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
-from ..tracing.options import TRACED_MICRO_BATCH, ModelRun
+from ..tracing.options import ModelRun
 from ..tracing.pictures import UsualBatch
-from .cache import describe_once, measured_once
+from .cache import describe_once
 from .job import Job
-from .run_times import times_of_run
+from .run_profile import hardware_of_run, times_of_run
 
 Describe: TypeAlias = Callable[..., ModelDescription]
 """`describe_once`, or a function with the same arguments."""
 _log = logging.getLogger(__name__)
-_MAX_DESCRIPTIONS = 3
-"""Most descriptions of a model whose blocks have another form, each at another micro-batch size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,16 +68,9 @@ class FoundPlan:
             raise self.outcome
         return self.outcome
 
-    @property
-    def eager(self) -> ModelDescription | None:
-        """The model with its blocks as they are; None if none has another form."""
-        return self.builder.eager if self.whole.changed_blocks else None
-
     def compared(self) -> Iterator[StrategyResult]:
-        """Yield every strategy at its own best batch, OSDP first, and if blocks have another form, eager ones too."""
-        return compare_strategies(
-            replace(self.problem, description=self.whole), split=self.problem.description, eager=self.eager
-        )
+        """Yield every strategy at its own best batch, OSDP first."""
+        return compare_strategies(replace(self.problem, description=self.whole), split=self.problem.description)
 
 
 def find_plan(
@@ -135,7 +125,7 @@ class ProblemBuilder:
         self._measures = config.time_blocks and job.trains and not (config.hardware or self._profile or hardware)
         if hardware is None:
             named = config.hardware if self._profile is None else self._profile.hardware
-            hardware = hardware_of_run(named, device_type=job.device_type, nodes=config.nodes, measure=measured_once)
+            hardware = hardware_of_run(named, device_type=job.device_type, nodes=config.nodes)
             hardware = hardware.with_margin(config.memory_margin)
         refuse_first({
             f"{name}=True, but the CPU trains in the host's own memory; leave {name} out.": job.device_type == "cpu"
@@ -147,17 +137,14 @@ class ProblemBuilder:
         limit = hardware.device.check_limit(config.memory_limit_bytes, given=f"memory_limit={config.memory_limit!r}")
         self.limit_bytes = limit_after_oom(limit) if after_oom else limit
 
-    def build(
-        self, split: ModelSplit = WHOLE_BLOCKS, *, micro_batch_size: int = TRACED_MICRO_BATCH
-    ) -> PlanningProblem:
-        """Return the problem of the model with a split, described at this micro-batch size; raise DescriptionError
-        or ProfileError. Collective if it times the blocks.
+    def build(self, split: ModelSplit = WHOLE_BLOCKS) -> PlanningProblem:
+        """Return the problem of the model with a split; raise DescriptionError or ProfileError. Collective if it
+        times the blocks.
         """
         if split.is_none and self.times is None:
-            self._time_blocks(self._describer.describe(split, micro_batch_size))
-        description = self.describe(split, micro_batch_size)
+            self._time_blocks(self._describer.describe(split))
         return PlanningProblem(
-            description=description,
+            description=self.describe(split),
             hardware=self.hardware,
             job=self._training,
             memory_limit_bytes=self.limit_bytes,
@@ -165,18 +152,13 @@ class ProblemBuilder:
             simplicity=self.job.config.simplicity,
         )
 
-    def describe(self, split: ModelSplit, micro_batch_size: int) -> ModelDescription:
+    def describe(self, split: ModelSplit) -> ModelDescription:
         """Describe the model with a split, with the times of its blocks if they were measured."""
-        return self._with_times(self._describer.describe(split, micro_batch_size))
-
-    def _with_times(self, description: ModelDescription) -> ModelDescription:
+        description = self._describer.describe(split)
         return replace(description, timing=self._untimed) if self.times is None else self.times.on(description)
 
     def _time_blocks(self, whole: ModelDescription) -> None:
-        """Take the profile's times of the blocks, or measure them where the run measures.
-
-        Blocks in another form, which may take minutes to make, have the times of eager ones in proportion.
-        """
+        """Take the profile's times of the blocks, or measure them where the run measures."""
         if self._profile is not None and self._profile.segments:
             self.times = BlockTimes.of(self._profile.segments, whole, self.hardware, "from the profile")
         if not self._measures:
@@ -186,8 +168,7 @@ class ProblemBuilder:
             timed = self._describer.timed_model(self._training.micro_batch_sizes(self.job.world_size))
             room_bytes = self.hardware.tensor_bytes(self.limit_bytes)
             device_type = self.job.device_type
-            eager = self._eager if whole.changed_blocks else whole
-            self.times = times_of_run(eager, timed, self.hardware, device_type=device_type, room_bytes=room_bytes)
+            self.times = times_of_run(whole, timed, self.hardware, device_type=device_type, room_bytes=room_bytes)
         except ProfileError as error:
             self._untimed = f"estimated. {error}"
 
@@ -197,19 +178,10 @@ class ProblemBuilder:
         return ProblemBuilder(self.model, job, hardware=self.hardware, trace=self._trace, times=self.times)
 
     def find(self) -> FoundPlan:
-        """Search on rank 0; describe blocks in another form at the plan's micro-batch size. Collective."""
-        found, described = self._find(TRACED_MICRO_BATCH), {1, TRACED_MICRO_BATCH}
-        while found.whole.changed_blocks and isinstance(found.outcome, Plan) and len(described) < _MAX_DESCRIPTIONS:
-            if (size := found.outcome.micro_batch_size) in described:
-                break
-            described.add(size)
-            found = self._find(size)
-        return found
-
-    def _find(self, micro_batch_size: int) -> FoundPlan:
-        whole = self.build(micro_batch_size=micro_batch_size)
-        split = on_rank_zero(lambda: self._best_split(whole, micro_batch_size))
-        problem = whole if split == whole.description.split else self.build(split, micro_batch_size=micro_batch_size)
+        """Search on rank 0. Collective."""
+        whole = self.build()
+        split = on_rank_zero(lambda: self._best_split(whole))
+        problem = whole if split == whole.description.split else self.build(split)
         found = partial(FoundPlan, builder=self, whole=whole.description, problem=problem)
         try:
             return found(outcome=plan_from_rank_zero(lambda: search(problem).plan))
@@ -232,28 +204,19 @@ class ProblemBuilder:
         allowed = self.job.config.split_vocabulary
         return self.job.reads_loss_alone if allowed is None else allowed
 
-    def _best_split(self, whole: PlanningProblem, micro_batch_size: int) -> ModelSplit:
+    def _best_split(self, whole: PlanningProblem) -> ModelSplit:
         """Return the split with which the model trains fastest, or none."""
         job = self.job
         if not job.config.operator_splitting:
             return whole.description.split
         operators = not (
-            job.activation_checkpointing or job.config.recompute or whole.description.changed_blocks
+            job.activation_checkpointing or job.config.recompute or whole.description.compiled_classes
         )  # such blocks cannot be cut into units
         splits = partial(
             possible_splits, self.model, whole.description, vocabulary=self._splits_vocabulary, operators=operators,
             parts=job.optimizer.steps_parts,
         )  # fmt: skip
-        return choose_description(whole, splits, lambda split: self.describe(split, micro_batch_size)).split
-
-    @property
-    def eager(self) -> ModelDescription:
-        """The model with its blocks as they are."""
-        return self._with_times(self._eager)
-
-    @cached_property
-    def _eager(self) -> ModelDescription:
-        return Describer(self.model, self.job.asking(compile=False), self._trace).describe()
+        return choose_description(whole, splits, self.describe).split
 
 
 def plan_from_rank_zero(make: Callable[[], Plan]) -> Plan:
@@ -272,13 +235,13 @@ class Describer:
         self._may_fall_back = job.config.inputs is None and job.inputs is not None and _has_usual_batch(model)
         self._describe = cache(self._traced)
 
-    def describe(self, split: ModelSplit = WHOLE_BLOCKS, size: int = TRACED_MICRO_BATCH) -> ModelDescription:
-        """Describe the model with a split at a micro-batch size, or raise DescriptionError."""
+    def describe(self, split: ModelSplit = WHOLE_BLOCKS) -> ModelDescription:
+        """Describe the model with a split, or raise DescriptionError."""
         try:
-            return self._sharing_policies(split, size) or self._describe(split, size)
+            return self._sharing_policies(split) or self._describe(split)
         except DescriptionError as error:
             final = isinstance(error, (CheckpointingError, DescriptionTimeoutError))
-            if not final and split.is_none and (of_one := self._of_one_sample(size)) is not None:
+            if not final and split.is_none and (of_one := self._of_one_sample()) is not None:
                 return of_one
             if not self._may_fall_back or final or not split.is_none:
                 raise
@@ -289,9 +252,9 @@ class Describer:
                 self._job.config.sequence_length,
             )  # fmt: skip
         self._inputs, self._loss, self._may_fall_back = None, None, False
-        return self._describe(split, size)
+        return self._describe(split)
 
-    def _of_one_sample(self, size: int) -> ModelDescription | None:
+    def _of_one_sample(self) -> ModelDescription | None:
         """Describe a model that may not run more samples at once by one alone; None if the run has larger
         micro-batches, its inputs are not known, or this fails too.
         """
@@ -302,32 +265,29 @@ class Describer:
         inputs = usual or UsualBatch(self._model, config.sequence_length or 1, config.images)
         self._inputs = lambda samples: inputs(1)
         try:
-            return self._describe(WHOLE_BLOCKS, size)
+            return self._describe(WHOLE_BLOCKS)
         except DescriptionError:
             self._inputs = usual
             return None
 
-    def _sharing_policies(self, split: ModelSplit, size: int) -> ModelDescription | None:
-        """Describe a split of the head with the policies to recompute blocks of the model with a whole head; None if
-        that is not possible.
-
-        All splits of the head have the same blocks, so that each policy to recompute them is traced once.
+    def _sharing_policies(self, split: ModelSplit) -> ModelDescription | None:
+        """Describe the loss in chunks with the policies to recompute blocks of the model with its loss as a whole;
+        None if that is not possible.
         """
-        if split.is_none:
+        if split.with_whole_loss == split:
             return None
-        whole = self._describe(WHOLE_BLOCKS, size)
-        if whole.changed_blocks or (blocks := without_head(split, whole)) == split:
-            return None
-        base = self._describe(blocks, size)
-        return with_policies_of(base, self._describe(split, size, recomputation=False)) if base.recomputable else None
+        base = self._describe(split.with_whole_loss)
+        return with_policies_of(base, self._describe(split, recomputation=False)) if base.recomputable else None
 
     def timed_model(self, micro_batch_sizes: tuple[int, ...]) -> TimedModel:
-        """Return the model with its batches and loss, as they were described, to be timed; its blocks run eager."""
-        run = replace(self._run, compile=False)
+        """Return the model with its batches and loss, as they were described, to be timed. On the CPU, which takes
+        minutes to compile a block, none is compiled.
+        """
+        run = replace(self._run, compile=self._run.compile and self._run.device_type == "cuda")
         return TimedModel(model_or_config=self._model, micro_batch_sizes=micro_batch_sizes, **run.keywords)
 
-    def _traced(self, split: ModelSplit, size: int, **options: Any) -> ModelDescription:
-        description = self._trace(self._model, **self._run.keywords, split=split, micro_batch_size=size, **options)
+    def _traced(self, split: ModelSplit, **options: Any) -> ModelDescription:
+        description = self._trace(self._model, **self._run.keywords, split=split, **options)
         return replace(description, other_bytes=sum(self._job.other_models.values()))
 
     @property
@@ -337,7 +297,7 @@ class Describer:
         assert config.sequence_length is not None
         return ModelRun(
             sequence_length=config.sequence_length, block_classes=config.block_classes, images=config.images,
-            compile=bool(config.compile), compute_dtype=job.precision.compute, autocast=job.precision.autocast,
+            compile=config.compile, compute_dtype=job.precision.compute, autocast=job.precision.autocast,
             device_type=job.device_type, capability=job.capability, inputs=self._inputs, loss=self._loss,
             activation_checkpointing=job.activation_checkpointing,
         )  # fmt: skip

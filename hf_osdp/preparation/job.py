@@ -7,10 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from ..errors import refuse_first
-from ..planner.description import DType
 from ..planner.optimizers import impossible_places
 from ..planner.placement import ACTIVATION_OPTION
 from ..planner.training_job import Decisions, OptimizerSpec, Precision, TrainingJob
@@ -30,8 +27,6 @@ class RunFolder:
     path: str | Path
     saves: bool = True
     """Whether checkpoints are written during training."""
-    limit: int | None = None
-    """Number of checkpoints that are kept (`save_total_limit`); None keeps all."""
     states: bool = True
     """Whether checkpoints hold optimizer states."""
     adapters: bool = False
@@ -65,12 +60,8 @@ class Job:
     """Blocks will be recomputed in backward; not needed for a model that already has checkpointing switched on."""
     reads_loss_alone: bool = False
     """In training, the loop gives labels to forward and reads only the loss from its outputs."""
-    steps: int | None = None
-    """Optimizer steps of the run; None if unknown."""
     trains: bool = True
     """The model is trained, not only evaluated."""
-    frozen_in_optimizer: int = 0
-    """Number of frozen parameters that the optimizer received."""
     folder: RunFolder | None = None
     """The run's output folder; None if unknown."""
     capability: tuple[int, int] | None = None
@@ -87,19 +78,9 @@ class Job:
 
     def check(self) -> None:
         """Raise ValueError if options and facts contradict each other, or an option has no effect."""
-        config, compute = self.config, self.precision.compute
-        alone = config.recalibrate and not dist.is_initialized()
-        refused = {
-            "fp16 in a single process on the CPU is not supported; use bf16, or start two processes or more.":
-                compute is DType.FLOAT16 and self.device_type == "cpu" and self.world_size == 1,
-            "recalibrate=True tries the model's own loss, but this trainer computes its own; leave recalibrate out.":
-                config.recalibrate and self.loss is not None,
-            f"recalibrate=True in one process without a process group cannot try {compute and compute.value}; start"
-            " the program with accelerate launch or torchrun, or leave recalibrate out.":
-                alone and compute is not None,
-        } | {reason: True for option, reason in self._impossible.items() if option in config.asked} | {
+        refused = {reason: True for option, reason in self._impossible.items() if option in self.config.asked} | {
             f"{option}={value} has no effect with activation checkpointing of all blocks; leave one of the two out.":
-                self.activation_checkpointing and getattr(config, option) is value
+                self.activation_checkpointing and getattr(self.config, option) is value
             for option, value in _IGNORED_WITH_CHECKPOINTING
         }  # fmt: skip
         refuse_first(refused)

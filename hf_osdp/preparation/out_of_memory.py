@@ -1,5 +1,5 @@
-"""Out of memory in spite of the plan: report where, by how much, and a safer plan; with `on_oom="replan"`, restart
-with that plan.
+"""Out of memory in spite of the plan: report where, by how much, and a lower limit; with `on_oom="replan"`, restart
+under that limit.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import socket
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -18,22 +17,18 @@ from torch import nn
 
 from ..distributed import restart
 from ..distributed.fsdp_internals import TrainingState, UnitGroup, parameter_groups
-from ..errors import InfeasibleError, one_line
+from ..errors import one_line
 from ..modeling.units import modules_by_name
 from ..planner.description import GatherSpan, UnitDescription
+from ..planner.hardware import Hardware
 from ..planner.placement import HOST_OPTIONS
 from ..planner.plan import Plan
-from ..planner.problem import PlanningProblem
-from ..planner.search.search import search
-from ..quantities import format_bytes, format_seconds
-from .recalibrate import estimated
+from ..quantities import format_bytes
 
 _MIN_REDUCTION = 0.05
 """The limit is lowered by at least this share: with fragmentation, or other processes on the device, the observed
 peak is too low.
 """
-_FULL = 0.5
-"""Share of the limit below which a plan's estimate does not explain a full device."""
 _HOST_SIGNS = (
     "defaultcpuallocator: can't allocate memory",
     "error code 12 (cannot allocate memory)",
@@ -107,16 +102,16 @@ def place_of(error: BaseException, model: nn.Module, units: Sequence[UnitDescrip
     return f"backward of {running[-1]}" if running else "backward"
 
 
-def safer_limit(problem: PlanningProblem, plan: Plan, needed_bytes: int | None) -> int:
+def safer_limit(limit_bytes: int, plan: Plan, needed_bytes: int | None) -> int:
     """Return the limit to plan under after a plan that needed more than its estimate.
 
     Lower the limit by what the plan needed above its estimate, by at least a twentieth, and so far that the plan
     itself no longer fits: limit' = min(limit - max(needed - estimate, limit / 20), estimate - estimate / 20).
     `needed_bytes` is None if it is unknown.
     """
-    limit, estimate = problem.memory_limit_bytes, plan.peak_bytes or problem.memory_limit_bytes
-    over = max((needed_bytes or 0) - estimate, int(limit * _MIN_REDUCTION))
-    return max(1, min(limit - over, int(estimate * (1 - _MIN_REDUCTION))))
+    estimate = plan.peak_bytes or limit_bytes
+    over = max((needed_bytes or 0) - estimate, int(limit_bytes * _MIN_REDUCTION))
+    return max(1, min(limit_bytes - over, int(estimate * (1 - _MIN_REDUCTION))))
 
 
 class OutOfMemoryHandler:
@@ -124,13 +119,11 @@ class OutOfMemoryHandler:
 
     def __init__(
         self, model: nn.Module, plan: Plan, units: Sequence[UnitDescription],
-        *, problem: PlanningProblem | None, on_oom: str, device: torch.device,
+        *, hardware: Hardware | None, on_oom: str, device: torch.device,
     ) -> None:  # fmt: skip
-        """Take the model under its plan, and the planning problem that the plan solves; None for a plan that the
-        user gave.
-        """
+        """Take the model under its plan, and the hardware of the search; None for a plan that the user gave."""
         self._model, self._plan, self._units = model, plan, tuple(units)
-        self._problem, self._replans, self._device = problem, on_oom == "replan", device
+        self._hardware, self._replans, self._device = hardware, on_oom == "replan", device
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -156,7 +149,7 @@ class OutOfMemoryHandler:
         obstacle = "there is no other plan" if limit_bytes is None else restart.reason_not_to_restart()
         if self._replans and limit_bytes is not None and obstacle is None:
             restart.note_limit(limit_bytes)
-            text += " The launcher restarts all ranks with that plan."
+            text += " The launcher restarts all ranks with it."
         elif self._replans:
             text += f' on_oom="replan" cannot restart: {obstacle}.'
         elif obstacle is None:
@@ -165,8 +158,8 @@ class OutOfMemoryHandler:
         error.args = (f"{text} ({original})",)
 
     def explain(self, error: BaseException) -> tuple[str, int | None]:
-        """Return the explanation of an error in one line, and the limit of a safer plan if one exists."""
-        place, problem = place_of(error, self._model, self._units), self._problem
+        """Return the explanation of an error in one line, and the limit for another plan if the plan was searched."""
+        place = place_of(error, self._model, self._units)
         who = f"rank {dist.get_rank()} on {socket.gethostname()}" if dist.is_initialized() else socket.gethostname()
         if self._device.type == "cuda" and is_of_host(error):
             return (
@@ -180,41 +173,22 @@ class OutOfMemoryHandler:
         if allocated is not None:
             seen = f"{format_bytes(allocated)} were allocated and {format_bytes(requested or 0)} more requested"
         peak = "an unknown amount" if self._plan.peak_bytes is None else format_bytes(self._plan.peak_bytes)
-        limit = "" if problem is None else f" of a limit of {format_bytes(problem.memory_limit_bytes)}"
+        limit_bytes = None if self._hardware is None else self._plan.memory_limit_bytes
+        limit = "" if limit_bytes is None else f" of a limit of {format_bytes(limit_bytes)}"
         text = f"Out of memory on {who} in {place}: the plan was estimated to need {peak}{limit}, {seen}."
-        if problem is None:
+        if limit_bytes is None:
             return f"{text} The plan was given; plan again under a lower memory_limit.", None
-        is_low = (self._plan.peak_bytes or 0) < _FULL * problem.memory_limit_bytes
-        limit_bytes = safer_limit(problem, self._plan, None if allocated is None else allocated + (requested or 0))
-        safer = self._safer_plan(replace(problem, memory_limit_bytes=limit_bytes))
-        if is_low and (allocated is None or isinstance(safer, InfeasibleError)):
+        lower = safer_limit(limit_bytes, self._plan, None if allocated is None else allocated + (requested or 0))
+        if 2 * lower < limit_bytes:
             return (
-                f"Out of memory on {who} in {place}, but by its estimate the plan leaves more than half of its"
-                f" limit of {format_bytes(problem.memory_limit_bytes)} free: other processes, or code that the plan"
-                " does not know, hold the memory. Free it, or use a smaller per_device_train_batch_size."
+                f"{text} No estimate is so far off: other processes, or code that the plan does not know, hold or"
+                " request the memory. Free it, or use smaller batches."
             ), None
-        if isinstance(safer, InfeasibleError):
-            remedies = [remedy for remedy in safer.remedies if not remedy.startswith("a memory limit of ")]
-            return (
-                f"{text} No plan needs as little as {format_bytes(limit_bytes)}; use"
-                f" {'; or '.join(remedies or ['smaller batches', 'more devices'])}."
-            ), None
-        return (
-            f"{text} The next plan, for memory_limit={limit_bytes}, needs {format_bytes(safer.peak_bytes or 0)} and"
-            f" {format_seconds(safer.step_s or 0.0)} a step instead of"
-            f" {format_seconds(estimated(problem, self._plan).time.step_s)}."
-        ), limit_bytes
-
-    @staticmethod
-    def _safer_plan(problem: PlanningProblem) -> Plan | InfeasibleError:
-        try:
-            return search(problem).plan
-        except InfeasibleError as infeasible:
-            return infeasible
+        return f"{text} Plan again with memory_limit={lower}.", lower
 
     def _allocated(self, text: str) -> int | None:
         """Return the allocated bytes in torch's message, else its allocator's peak, plus what the device reserves."""
-        reserved = 0 if self._problem is None else self._problem.hardware.outside_bytes(self._plan.communicators)
+        reserved = 0 if self._hardware is None else self._hardware.outside_bytes(self._plan.communicators)
         allocated = _bytes_in(_ALLOCATED, text)
         if allocated is None and self._device.type == "cuda":
             allocated = torch.cuda.max_memory_allocated(self._device)

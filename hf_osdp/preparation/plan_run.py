@@ -7,36 +7,26 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..distributed.consensus import require_same_run
-from ..distributed.device import own_gpu
-from ..distributed.mesh import Meshes, find_topology, rank
-from ..distributed.said_once import say_while_planning
-from ..errors import PlanError, refuse_first
+from ..distributed.mesh import find_topology, rank
+from ..errors import PlanError, PreflightError, refuse_first
 from ..modeling.batch import check_inputs
 from ..modeling.quantized import pack
+from ..planner.cost.evaluate import PlanEstimate
 from ..planner.description import ModelDescription, UnitDescription
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
-from ..planner.problem import PlanningProblem
 from ..planner.search.compare import StrategyResult
-from ..planner.search.search import SearchResult
 from ..planner.training_job import OptimizerSpec, formats_up_to
 from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
 from ..sharding.environment import uses_host
-from ..tracing.options import TRACED_MICRO_BATCH
-from ..tracing.pictures import UsualBatch
-from .block_forms import FormGain, find_form
 from .config import OSDPConfig
-from .find_plan import Describer, plan_from_rank_zero
+from .find_plan import Describer, find_plan, plan_from_rank_zero
 from .job import Job
-from .preflight import Finding, check_model, device_memory, findings_of, memory_now, merged_findings
-from .probe import Trial, probe
-from .recalibrate import Round, estimated, recalibrate
+from .preflight import Finding, find_problems
 
 _log = logging.getLogger(__name__)
 
@@ -50,19 +40,11 @@ class PlannedRun:
     units: tuple[UnitDescription, ...]
     """The model's units after the plan's split."""
     inputs: PlanInputs
-    """The planner's inputs, on rank 0 corrected by the trials; without hardware for a given plan."""
-    search: SearchResult | None = None
-    """The plan's estimates; on rank 0 only, and None for a given plan."""
+    """The planner's inputs; without hardware for a given plan."""
     comparison: tuple[StrategyResult, ...] | None = None
     """Other strategies at their own best batch sizes; on rank 0 only, and None unless requested."""
     planning_s: float = 0.0
-    """Seconds for describing, measuring, searching and trying."""
-    gain: FormGain | None = None
-    """Estimated gain of the blocks' other form, if requested; None if it was not or cannot be estimated."""
-    rounds: tuple[Round, ...] = ()
-    """Plans that were tried."""
-    meshes: Meshes | None = None
-    """Meshes that the trials made, for training to use again."""
+    """Seconds for describing, measuring and searching."""
     findings: tuple[Finding, ...] = ()
     """Findings of the preflight checks."""
     trains: bool = True
@@ -74,10 +56,9 @@ class PlannedRun:
         return self.inputs.hardware
 
     @property
-    def problem(self) -> PlanningProblem | None:
-        """The problem that the plan solves; None for a given plan."""
-        limit = self.plan.memory_limit_bytes
-        return None if self.hardware is None or limit is None else self.inputs.problem(limit, self.plan.strategy)
+    def estimate(self) -> PlanEstimate | None:
+        """The plan's estimated memory and time; None for a given plan."""
+        return None if self.hardware is None else self.inputs.estimate(self.plan)
 
 
 def plan_run(model: nn.Module, job: Job) -> PlannedRun:
@@ -88,61 +69,34 @@ def plan_run(model: nn.Module, job: Job) -> PlannedRun:
 
     Raises:
         InfeasibleError: no plan meets the memory limit.
-        LaunchError: ranks run different versions.
         PlanError: a given plan cannot be read, or is not for this model and run.
-        PlanMismatchError: ranks have different models, plans or options.
+        PlanMismatchError: ranks have different versions, models, plans or options.
         PreflightError: the run would fail, or not train what was meant.
         ValueError: sizes or options contradict each other, or a name is not known.
     """
     started = time.perf_counter()
     pack(model)
+    if job.trains and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise PreflightError(
+            "All parameters are frozen: there is nothing to train; set requires_grad=True on some of them."
+        )
     require_same_run(model, job.config, job)
     job.check()
-    check_model(model, trains=job.trains)
     if job.config.inputs is not None:
         check_inputs(job.config.inputs, model)
 
-    with say_while_planning():
-        run = _searched(model, job) if job.config.plan is None else _given(model, job)
+    run = _searched(model, job) if job.config.plan is None else _given(model, job)
     planning_s = time.perf_counter() - started
     return replace(run, planning_s=planning_s, findings=_findings(run, job, model), trains=job.trains)
 
 
 def _searched(model: nn.Module, job: Job) -> PlannedRun:
-    """Search on rank 0, and try the plan if requested. Collective."""
-    config, (found, gain) = job.config, find_form(model, job)
+    """Search on rank 0. Collective."""
+    config, found = job.config, find_plan(model, job)
     plan, problem = found.plan, found.problem
     plan.check(problem.description, job.world_size)
-    rounds: tuple[Round, ...] = ()
-    meshes = Meshes(job.device_type) if config.recalibrate and dist.is_initialized() else None
-    if config.recalibrate:
-        trial = _trial(model, job, problem)
-        plan, rounds, problem = recalibrate(plan, problem, lambda tried: probe(tried, trial, meshes))
-        found = replace(found, problem=problem)
-        if meshes is not None:
-            meshes.keep(plan)
-    run = PlannedRun(
-        plan=plan, units=problem.description.units, inputs=PlanInputs.of(problem), gain=gain, rounds=rounds,
-        meshes=meshes,
-    )  # fmt: skip
-    if rank() != 0:
-        return run
-    comparison = tuple(found.compared()) if config.compare else None
-    return replace(run, search=estimated(problem, plan), comparison=comparison)
-
-
-def _trial(model: nn.Module, job: Job, problem: PlanningProblem) -> Trial:
-    return Trial(
-        model=model,
-        units=problem.description.units,
-        job=problem.job,
-        inputs=job.config.inputs
-        or job.inputs
-        or UsualBatch(model, problem.description.sequence_length, job.config.images),
-        device=own_gpu() if job.device_type == "cuda" else torch.device(job.device_type),
-        block_classes=problem.description.block_classes,
-        activation_checkpointing=job.activation_checkpointing,
-    )
+    comparison = tuple(found.compared()) if config.compare and rank() == 0 else None
+    return PlannedRun(plan=plan, units=problem.description.units, inputs=PlanInputs.of(problem), comparison=comparison)
 
 
 def _given(model: nn.Module, job: Job) -> PlannedRun:
@@ -160,19 +114,26 @@ def _given(model: nn.Module, job: Job) -> PlannedRun:
         job = job.under_fsdp
     sizes = {"global_batch_size": plan.global_batch_size, "sequence_length": plan.sequence_length}
     job = job.asking(**{name: getattr(config, name) or size for name, size in sizes.items()})
-    as_planned = job.asking(plan=None, compile=bool(plan.changed_blocks))
-    size = plan.micro_batch_size if plan.changed_blocks else TRACED_MICRO_BATCH
-    description = Describer(model, as_planned).describe(plan.split, size)
+    as_planned = job.asking(plan=None, compile=bool(plan.compiled_classes))
+    description = Describer(model, as_planned).describe(plan.split)
     plan.check(description, job.world_size)
     check_whole(plan, description, job.optimizer)
     inputs = PlanInputs(description=description, job=job.training(), hardware=None)
-    check_given_plan(plan, config, inputs.estimate(plan).memory.peak_bytes)
+    check_given_plan(plan, config, _peak_bytes(plan, inputs))
     here = find_topology().ranks_per_node
     if plan.devices_per_node not in (None, here) and rank() == 0:
         _log.warning(
             "The plan was made for %d devices per node, but this run has %d; plan again.", plan.devices_per_node, here
         )
     return PlannedRun(plan=plan, units=description.units, inputs=inputs)
+
+
+def _peak_bytes(plan: Plan, inputs: PlanInputs) -> int:
+    """Return the estimated peak of a given plan's tensors; of compiled blocks, which were measured for it, at most the
+    plan's own.
+    """
+    as_eager = inputs.estimate(plan).memory.peak_bytes
+    return min(as_eager, plan.peak_bytes or as_eager) if plan.compiled_classes else as_eager
 
 
 def check_whole(plan: Plan, description: ModelDescription, optimizer: OptimizerSpec) -> None:
@@ -226,6 +187,5 @@ def _findings(run: PlannedRun, job: Job, model: nn.Module) -> tuple[Finding, ...
     if hardware is not None and plan.peak_bytes is not None:
         needed_bytes = plan.peak_bytes - hardware.outside_bytes(plan.communicators)
     else:
-        needed_bytes = run.inputs.estimate(plan).memory.peak_bytes
-    found = memory_now(device_memory(job.device_type, model), needed_bytes, plan.communicators)
-    return merged_findings([*findings_of(job, run.units, run.inputs.description.block_classes, hardware), found])
+        needed_bytes = _peak_bytes(plan, run.inputs)
+    return find_problems(model, job, run.units, run.inputs.description.block_classes, hardware, needed_bytes)

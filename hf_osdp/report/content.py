@@ -1,53 +1,53 @@
-"""Contents of the tables as plain values for JSON, in bytes and seconds, including `osdp_report.json`."""
+"""Reports as plain values, in bytes and seconds: what is known of a plan, of strategies, or of a run. Tables, charts,
+the page and JSON files are all made from them.
+"""
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from ..planner.cost.evaluate import PlanEstimate
+from ..planner.cost.timing import ACTIVATIONS
+from ..planner.description import ModelDescription
 from ..planner.files import plain
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
+from ..planner.presets import peak_rate
+from ..planner.problem import PlanningProblem
 from ..planner.search.compare import StrategyResult
-from ..planner.search.search import SearchResult
 from ..versions import package_versions
-from .explain import Alternative, Explanation
-from .plan_file import PlanInputs, write_json
-from .tables import Answer, PlanRow, layouts_text, plan_rows
+from .plan_file import PlanInputs, plan_file_content, write_json
 
 REPORT_FILE = "osdp_report.json"
 Content = dict[str, Any]
-_TIME_TERMS = ("compute_s", "communication_s", "exposed_s", "copy_s", "optimizer_s")
-_OUTCOME = ("peak_bytes", "step_s", "samples_per_s")
-_BATCH = ("world_size", "micro_batch_size", "accumulation_steps", "global_batch_size", "sequence_length")
+TIME_TERMS = ("compute_s", "communication_s", "exposed_s", "copy_s", "optimizer_s", "update_gathers_s", "waits_s")
+_NUMBER = re.compile(r"(\d+)")
 
 
 def report_content(
     plan: Plan,
     inputs: PlanInputs,
-    estimate: PlanEstimate,
     *,
-    planning_s: float,
+    planning_s: float | None = None,
     comparison: Sequence[StrategyResult] | None = None,
     measured: Content | None = None,
-    recalibration: Sequence[Content] = (),
 ) -> Content:
-    """Return the report of a run, with all inputs of `hf-osdp explain`.
+    """Return the report of a plan or of a run, with all inputs of `hf-osdp explain`.
 
-    `estimate` and `measured` are the estimated and measured memory and time, `comparison` the estimates of other
-    strategies, if any, `recalibration` the plans that were tried before training, with their measurements, and
-    `planning_s` the seconds of planning.
+    The plan must be for the inputs' description (`Plan.check`). `comparison` holds other strategies, if any,
+    `measured` the measured memory and time, and `planning_s` the seconds of planning.
     """
-    description = inputs.description
+    description, hardware = inputs.description, inputs.hardware
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": package_versions(),
-        "plan": json.loads(plan.to_json()),
+        **plan_file_content(plan, inputs),
         "model": {
             "name": description.model_name,
             "class": description.model_class,
@@ -56,13 +56,11 @@ def report_content(
             "sequence_length": description.sequence_length,
             "trace": description.trace,
         },
-        "hardware": None if inputs.hardware is None else _hardware(inputs.hardware),
-        "estimated": _estimated(estimate),
-        "recalibration": list(recalibration),
-        "strategies": None if comparison is None else [_strategy(row) for row in comparison],
+        "hardware": None if hardware is None else _hardware(hardware),
+        "estimated": _estimated(plan, inputs),
+        "strategies": None if comparison is None else list(map(strategy_content, comparison)),
         "planning_s": planning_s,
         "measured": measured,
-        "inputs": plain(inputs),
     }
 
 
@@ -73,6 +71,29 @@ def write_report(content: Content, output_dir: str | Path) -> Path:
     return path
 
 
+def comparison_content(problem: PlanningProblem, rows: Sequence[StrategyResult]) -> Content:
+    """Return strategies under a problem's limit, of which `room_bytes` are without the margin."""
+    return {
+        "model": problem.description.model_name,
+        "hardware": problem.hardware.summary,
+        "memory_limit_bytes": problem.memory_limit_bytes,
+        "room_bytes": problem.room_bytes,
+        "strategies": list(map(strategy_content, rows)),
+    }
+
+
+def strategy_content(row: StrategyResult) -> Content:
+    """Return a strategy's best plan in figures, or the reason why it has none."""
+    if row.result is None:
+        return {"strategy": row.label, **_picked(row, "reason", "least_peak_bytes")}
+    return {"strategy": row.label, **outcome_content(row.result.plan)}
+
+
+def outcome_content(plan: Plan) -> Content:
+    """Return the batch, peak and time of a plan from the search."""
+    return _picked(plan, "micro_batch_size", "accumulation_steps", "peak_bytes", "step_s", "samples_per_s")
+
+
 def _hardware(hardware: Hardware) -> Content:
     return {
         **_picked(hardware, "summary", "nodes", "devices_per_node"),
@@ -80,101 +101,135 @@ def _hardware(hardware: Hardware) -> Content:
         "margin": hardware.free_share,
         "margin_bytes": hardware.free_bytes,
         **plain(hardware.device),
+        "host": plain(hardware.host),
         "collectives": plain(hardware.timings),
     }
 
 
-def _estimated(estimate: PlanEstimate) -> Content:
-    peak, time = estimate.memory.peak, estimate.time
+def _estimated(plan: Plan, inputs: PlanInputs) -> Content:
+    estimate, hardware, limit = inputs.estimate(plan), inputs.hardware, plan.memory_limit_bytes
+    memory, time, peak = estimate.memory, estimate.time, estimate.memory.peak
     return {
         "peak_bytes": peak.total_bytes,
         "peak_phase": peak.phase,
         "peak_unit": peak.unit,
         "peak_breakdown": asdict(peak.breakdown),
+        "outside": {} if hardware is None else memory.outside(hardware),
+        "margin_bytes": 0 if hardware is None or limit is None else limit - hardware.room_bytes(limit),
+        "host_bytes": memory.host_bytes,
         "step_s": None if time is None else time.step_s,
-        "step_breakdown": None if time is None else {term: time.total(term) for term in _TIME_TERMS},
-        "collectives": plain(estimate.collectives),
-    }
-
-
-def comparison_content(
-    hardware: Hardware, memory_limit_bytes: int, rows: Sequence[StrategyResult], front: Sequence[SearchResult]
-) -> Content:
-    return {
-        "hardware": hardware.summary,
-        "memory_limit_bytes": memory_limit_bytes,
-        "strategies": [_strategy(row) for row in rows],
-        "frontier": [_result(result.plan) for result in front],
-    }
-
-
-def answers_content(answers: Sequence[Answer]) -> Content:
-    """Return answers to what-if questions; the first answer is without a change."""
-    return {
-        "answers": [
+        "step_breakdown": None if time is None else {term: time.total(term) for term in TIME_TERMS},
+        "utilisation": _utilisation(plan, inputs.description, hardware),
+        "streams": _streams(estimate),
+        "units": _rows(plan, inputs.description, estimate),
+        "moments": [
             {
-                **_picked(row, "question", "change", "tokens_per_s", "reason"),
-                "memory_limit_bytes": None if row.problem is None else row.problem.memory_limit_bytes,
-                "parameters": None if row.problem is None else row.problem.description.numel,
-                "result": None if row.plan is None else _result(row.plan),
+                "phase": moment.phase,
+                "unit": moment.unit,
+                "bytes": {kind: nbytes for kind, nbytes in asdict(moment.breakdown).items() if nbytes},
             }
-            for row in answers
-        ]
+            for moment in memory.moments
+        ],
     }
 
 
-def _strategy(row: StrategyResult) -> Content:
-    """Return a summary of a strategy's best plan, or the reason why it has none."""
-    if row.result is None:
-        return {"strategy": row.label, **_picked(row, "reason", "least_peak_bytes")}
-    return {"strategy": row.label, **_picked(row.result.plan, "micro_batch_size", "accumulation_steps", *_OUTCOME)}
+def _utilisation(plan: Plan, description: ModelDescription, hardware: Hardware | None) -> Content | None:
+    """Return the share of the devices' peak that the model's own operations reach, without those that are computed
+    again (model FLOPs utilisation), and that peak; None if it is not known.
+    """
+    peak = None if hardware is None else peak_rate(hardware.device, description.compute_dtype)
+    if peak is None or not plan.step_s:
+        return None
+    phases = (phase for segment in description.segments for phase in (segment.forward, segment.backward))
+    flops = plan.accumulation_steps * sum(phase.flops(plan.micro_batch_size) for phase in phases)
+    share = flops / plan.step_s / peak
+    return {"share": share, "flops_per_s": peak, "dtype": description.compute_dtype.value}
 
 
-def _result(plan: Plan) -> Content:
-    return {**_picked(plan, *_BATCH, *_OUTCOME), "layouts": layouts_text(plan), "fingerprint": plan.fingerprint}
+def _streams(estimate: PlanEstimate) -> list[Content]:
+    """Return seconds of a step by kind of work, whose `exposed_s` add up to the step; collectives in two stages count
+    as those in one. Without hardware there are none.
+    """
+    time = estimate.time
+    if time is None or estimate.streams is None:
+        return []
+    waits_s, compute_s = time.total("waits_s"), time.total("compute_s")
+    copies, optimizer = ((time.total(term),) * 2 for term in ("copy_s", "optimizer_s"))
+    compute = {"compute": (compute_s - waits_s,) * 2} | ({"waits for the CPU": (waits_s,) * 2} if waits_s else {})
+    named = {**compute, **dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce"), (0.0, 0.0))}
+    for stream, (more_s, more_exposed_s) in estimate.streams.items():
+        if more_s or stream != ACTIVATIONS:
+            name = str.removeprefix(stream, "two_stage_").replace("_", "-")
+            total_s, exposed_s = named.get(name, (0.0, 0.0))
+            named[name] = total_s + more_s, exposed_s + more_exposed_s
+    named |= {"copies": copies, "optimizer": optimizer}
+    return [
+        {"name": name, "total_s": total, "exposed_s": exposed, "hidden_s": max(0.0, total - exposed)}
+        for name, (total, exposed) in named.items()
+    ]
 
 
-def explanation_content(explanation: Explanation) -> Content:
-    """Return an explanation: the peak, every moment, the streams, rows with their alternatives, the bottleneck."""
-    plan, estimate = explanation.plan, explanation.estimate
-    peak = estimate.memory.peak
-    return {
-        **_picked(plan, "fingerprint", "hardware", "strategy", "memory_limit_bytes"),
-        "model": plan.model_name,
-        "batch": _picked(plan, *_BATCH),
-        "margin_bytes": explanation.margin_bytes,
-        "reserved_bytes": explanation.outside_bytes,
-        "communicators": estimate.memory.communicators,
-        "peak": {**plain(peak), "total_bytes": peak.total_bytes + explanation.outside_bytes},
-        "moments": plain(estimate.memory.moments),
-        "step_s": None if estimate.time is None else estimate.time.step_s,
-        "streams": [{**plain(stream), "hidden_s": stream.hidden_s} for stream in explanation.streams],
-        "rows": [_row(explanation, row) for row in plan_rows(plan, explanation.description)],
-        "binds": plain(explanation.bottleneck),
-    }
+def unit_rows(plan: Plan, description: ModelDescription) -> list[tuple[int, ...]]:
+    """Return the units as indices, with neighbours of one class, size and layout in one row."""
+
+    def kind(index: int) -> tuple[str, str, int]:
+        unit = description.units[index]
+        return unit.class_name, plan.decision(unit.fqn).describe(plan.world_size), unit.numel
+
+    return [tuple(indices) for _, indices in groupby(range(len(description.units)), key=kind)]
 
 
-def _row(explanation: Explanation, row: PlanRow) -> Content:
-    estimate, time = explanation.estimate, explanation.estimate.time
-    reason = next((reason for reason in explanation.reasons if reason.row.units == row.units), None)
+def _rows(plan: Plan, description: ModelDescription, estimate: PlanEstimate) -> list[Content]:
+    """Return each row of units with its layout, bytes on one device and seconds of a step.
 
-    def alternative(other: Alternative | None) -> Content | None:
-        return (
-            None if other is None else {"layout": other.choice.describe(explanation.plan.world_size), **asdict(other)}
-        )
+    `held` is parameters, gradients and optimizer states; `host` is the host's memory, including activations that are
+    offloaded until backward; `kept` are gathered parameters between forward and backward, or copies of replicas, and
+    `while it runs` is the most that one unit of the row gathers and copies.
+    """
+    memory, time = estimate.memory, estimate.time
+    saved, host = [0] * len(memory.units), [unit.host for unit in memory.units]
+    for segment, terms in zip(description.segments, memory.segments, strict=True):
+        saved[segment.unit] += max(0, terms.saved)
+        host[segment.unit] += terms.host
 
-    return {
-        "units": [explanation.description.units[i].fqn for i in row.units],
-        "class": row.class_name,
-        "layout": row.layout,
-        "bytes": {
-            name: sum(getattr(estimate.memory.units[i], name) for i in row.units)
-            for name in asdict(estimate.memory.units[0])
-        },
-        "seconds": None if time is None else {term: row.seconds(time, term) for term in _TIME_TERMS},
-        "quicker": None if reason is None else alternative(reason.faster),
-        "next_fitting": None if reason is None else alternative(reason.next_fitting),
-    }
+    def row(indices: tuple[int, ...]) -> Content:
+        units, terms = [description.units[i] for i in indices], [memory.units[i] for i in indices]
+        decision = plan.decision(units[0].fqn)
+        policy, times = decision.activations.recomputation, [] if time is None else [time.units[i] for i in indices]
+        return {
+            "units": [unit.fqn for unit in units],
+            "label": _label([unit.label for unit in units]),
+            "class": units[0].class_name,
+            "layout": decision.describe(plan.world_size),
+            "recomputation": None if policy is None else policy.describe(),
+            "parameters": sum(unit.numel for unit in units),
+            "bytes": {
+                "held": sum(one.held - one.copies + one.gradients_after for one in terms),
+                "host": sum(host[i] for i in indices),
+                "parameters": sum(one.parameters for one in terms),
+                "optimizer": sum(one.optimizer for one in terms),
+                "gradients": sum(one.gradients_held + one.gradients_after + one.gradients_settled for one in terms),
+                "activations": sum(saved[i] for i in indices),
+                "kept": sum(one.kept + one.copies for one in terms),
+                "while it runs": max(one.gathered - one.kept + one.gather_buffer + one.copy_out for one in terms),
+            },
+            "seconds": {term: float(sum(getattr(one, term) for one in times)) for term in TIME_TERMS} if times else {},
+        }
+
+    return [row(indices) for indices in unit_rows(plan, description)]
+
+
+def _label(labels: Sequence[str]) -> str:
+    """Return the name of a row: `transformer.h.0-5 (6)`."""
+    first, last = _NUMBER.split(labels[0]), _NUMBER.split(labels[-1])
+    if len(labels) == 1:
+        return labels[0]
+    differ = [i for i, (start, end) in enumerate(zip(first, last, strict=False)) if start != end]
+    name = f"{labels[0]} ... {labels[-1]}"
+    if len(first) == len(last) and len(differ) == 1 and first[differ[0]].isdecimal():
+        first[differ[0]] += f"-{last[differ[0]]}"
+        name = "".join(first)
+    return f"{name} ({len(labels)})"
 
 
 def _picked(value: object, *names: str) -> Content:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from graphlib import TopologicalSorter
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -16,21 +18,22 @@ from ..distributed.collectives import plain_transport, unit_collectives
 from ..distributed.consensus import require_same
 from ..distributed.fsdp_internals import parameter_groups
 from ..distributed.mesh import SHARD_AXIS, Meshes, collective_device, world_size
-from ..distributed.wire import encode_replicas, transports
+from ..distributed.wire import WireTransport, encode_replicas, transports
 from ..errors import OSDPError, PlanError, PlanMismatchError
 from ..modeling.activations import change_forward
+from ..modeling.compiled import compile_blocks
 from ..modeling.quantized import pack, view_in
 from ..modeling.split.apply import apply_split
 from ..modeling.units import modules_by_name, named_parameters
-from ..modeling.wrapping import has_running_statistics
+from ..modeling.wrapping import frozen_norms_keep_dtype, has_running_statistics
 from ..planner.decision import UnitDecision
 from ..planner.description import DType, GatherSpan, ModelDescription, UnitDescription, shard_dim
 from ..planner.placement import Activations
 from ..planner.plan import Plan
-from ..tracing.block_forms import change_blocks
 from .environment import form_process_group, uses_host
 from .gradients import clip_across_meshes
 from .host import memory_of
+from .replicas import AllReduce, Parameters, Place, Replicas, is_under_plan
 from .sharded_class import keep_class, mark_managed, save_whole
 from .state import broadcast_parameters
 from .weight_reads import WeightReads
@@ -83,7 +86,7 @@ def apply_plan(
     apply_split(model, plan.split)
     plan.check(_as_description(model, units), world_size())
     found = _find_units(model, plan, units)
-    change_blocks(model, plan, [unit.description for unit in found])
+    compile_blocks(model, plan, [unit.description for unit in found])
     for unit in found:
         change_forward(unit.modules[0], unit.decision.activations)
     if not needs_process_group(plan, mp_policy):
@@ -95,23 +98,90 @@ def apply_plan(
     meshes.prepare(plan)
     if broadcast:
         broadcast_parameters(model)
-    # FSDP2 refuses parameters without dimensions, whose gradients WeightReads averages, and fails with empty ones.
-    scalars = {parameter for parameter in model.parameters() if not (parameter.dim() and parameter.numel())}
-    single_process = plan.world_size == 1 and not _changes_dtypes(mp_policy)
-    ignored = set(scalars)
-    if single_process:  # parameters that are not on the host stay plain
-        named = named_parameters(model)
-        ignored |= {named[p.name] for unit in units if not plan.decision(unit.fqn).away for p in unit.parameters}
-    managed = [unit for unit in found if unit.decision.away or not single_process]
+    named, replaced = named_parameters(model), list[nn.Parameter]()
+    # FSDP2 refuses parameters without dimensions, and fails with empty ones.
+    ignored = {parameter for parameter in named.values() if not (parameter.dim() and parameter.numel())}
+    managed = [unit for unit in found if _is_managed(unit.decision, plan, mp_policy)]
+    inside = {unit.description.fqn for unit in managed}
+    ignored |= {named[p.name] for unit in units if unit.fqn not in inside for p in unit.parameters}
     # Copies that overlap computation need page-locked memory; on the CPU FSDP2 fails with it.
     pin_memory = meshes.device_type != "cpu" if pin_memory is None else pin_memory
     refuse_hooks(model)
-    view_in(model, None if mp_policy is None else mp_policy.param_dtype)
-    replaced = [parameter for parameter in model.parameters() if parameter not in ignored]
-    _shard_units(model, managed, ignored, meshes, mp_policy or MixedPrecisionPolicy(), pin_memory)
-    clip_across_meshes()
-    WeightReads(model, units, scalars, replaced, is_alone=meshes.is_silent)
+    if mp_policy is not None:
+        view_in(model, mp_policy.param_dtype)
+        frozen_norms_keep_dtype(model)
+    if managed:
+        replaced = [parameter for parameter in model.parameters() if parameter not in ignored]
+        _shard_units(model, managed, ignored, meshes, mp_policy or MixedPrecisionPolicy(), pin_memory)
+        clip_across_meshes()
+    replicas = _replicate(model, found, ignored, meshes, mp_policy) if plan.world_size > 1 else None
+    if managed:
+        WeightReads(model, units, tuple if replicas is None else replicas.held, replaced)
+    else:
+        list(map(save_whole, model.modules()))
     return model
+
+
+def _is_managed(decision: UnitDecision, plan: Plan, policy: MixedPrecisionPolicy | None) -> bool:
+    """Return whether a unit is FSDP2's: others are replicated, or plain in a single process."""
+    if plan.world_size == 1:
+        return decision.away or policy is not None
+    return decision.away or decision.shard_size > 1
+
+
+def _replicate(
+    model: nn.Module,
+    units: list[_Unit],
+    plain: set[nn.Parameter],
+    meshes: Meshes,
+    policy: MixedPrecisionPolicy | None,
+) -> Replicas | None:
+    """Keep the parameters that FSDP2 ignores equal on all ranks."""
+    owners: dict[nn.Parameter, list[Place]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter in plain:
+                owners.setdefault(parameter, []).append((module, name))
+    if not owners:
+        return None
+    group, lower = meshes.replicas(), None if policy is None else policy.param_dtype
+    transport = plain_transport(group, meshes.device_type)
+    named = {name: owners[parameter] for name, parameter in named_parameters(model).items() if parameter in owners}
+    found: list[Parameters] = []
+    for unit in sorted(reversed(units), key=lambda unit: not unit.description.fqn):  # the root's backward ends last
+        encoded = None
+        if (wire := unit.decision.replica_wire) is not None:
+            encoded = partial(WireTransport(transport, wire).all_reduce, op=dist.ReduceOp.AVG, group=group)
+        dtype = None if unit.description.keeps_dtype else lower
+        found += _parameters_of(unit.description, named, dtype, encoded)
+    replicas = Replicas(model, found, group, averages=not transport.reduces_in_place)
+    for unit in units:
+        if not (lower is None or unit.description.keeps_dtype or isinstance(unit.modules[0], FSDPModule)):
+            for module in unit.modules:
+                replicas.watch(module, lower)
+    return replicas
+
+
+def _parameters_of(
+    unit: UnitDescription,
+    named: Mapping[str, list[Place]],
+    lower: torch.dtype | None,
+    encoded: AllReduce | None,
+) -> Iterator[Parameters]:
+    """Yield a unit's plain parameters, those alike together."""
+    alike: dict[tuple[torch.dtype, bool], list[list[Place]]] = {}
+    for (module, leaf), *others in [named[spec.name] for spec in unit.parameters if spec.name in named]:
+        own = module._parameters[leaf]
+        assert own is not None
+        alike.setdefault((own.dtype, _is_cast(own, lower)), []).append([(module, leaf), *others])
+    for (_, is_cast), places in alike.items():
+        yield Parameters(label=unit.label, places=places, dtype=lower if is_cast else None, encoded=encoded)
+
+
+def _is_cast(parameter: nn.Parameter, dtype: torch.dtype | None) -> bool:
+    """Return whether modules compute with a copy of a parameter in a dtype."""
+    casts = dtype is not None and parameter.is_floating_point() and parameter.dtype != dtype
+    return casts and parameter.dim() > 0 and parameter.numel() > 0
 
 
 def refuse_hooks(model: nn.Module) -> None:
@@ -209,17 +279,17 @@ def bottom_up(units: tuple[UnitDescription, ...]) -> tuple[UnitDescription, ...]
 
 def needs_process_group(plan: Plan, mp_policy: MixedPrecisionPolicy | None) -> bool:
     """Return whether FSDP2 runs the plan, in one process or in several."""
-    return plan.world_size > 1 or _changes_dtypes(mp_policy) or uses_host(plan)
+    return plan.world_size > 1 or mp_policy is not None or uses_host(plan)
 
 
 def _find_units(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> list[_Unit]:
     """Find each unit's modules and decision, bottom-up; raise errors before anything is sharded."""
     by_name = modules_by_name(model)
     for name, module in by_name.items():
-        if isinstance(module, FSDPModule):
+        if is_under_plan(module):
             raise OSDPError(
-                f"Module {name or '(root)'!r} is sharded by FSDP2 already; apply a plan once, to the model as it was"
-                " loaded."
+                f"Module {name or '(root)'!r} is under a plan or sharded by FSDP2 already; apply a plan once, to the"
+                " model as it was loaded."
             )
     for unit in units:
         activations = plan.decision(unit.fqn).activations
@@ -245,7 +315,3 @@ def _as_description(model: nn.Module, units: tuple[UnitDescription, ...]) -> Mod
         compute_dtype=DType.FLOAT32,
         units=units, segments=(),
     )  # fmt: skip
-
-
-def _changes_dtypes(mp_policy: MixedPrecisionPolicy | None) -> bool:
-    return mp_policy is not None and any((mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype))

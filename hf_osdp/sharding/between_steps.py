@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -13,8 +13,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..distributed.process_group import require_all
 from ..errors import OSDPError
+from ..modeling.replaced import replaced
 from ..modeling.wrapping import SkippableMode
 from .gradient_checks import REMEDY
+from .replicas import replicas_of
 from .state import broadcast_into, free_gathered, gathered
 from .weight_reads import units_of
 
@@ -46,16 +48,20 @@ def full_parameters(model: nn.Module, *, write_back: bool = True) -> Iterator[nn
         OSDPError: not every rank enters, or the model is called inside.
     """
     free_gathered(model)
+    replicas = replicas_of(model)
     named = ((module, leaf, p) for module in model.modules() for leaf, p in module._parameters.items())
-    held: list[tuple[nn.Module, str, Any]] = [found for found in named if isinstance(found[2], DTensor)]
+    held: list[tuple[nn.Module, str, Any]] = [
+        found for found in named if isinstance(found[2], DTensor) or (replicas is not None and found[2] is not None)
+    ]
     if not held:
         yield model
         return
     require_all("hf_osdp.full_parameters")
     shards = {id(shard): shard for _, _, shard in held}
     with torch.no_grad():
-        whole = {key: nn.Parameter(gathered(shard).detach(), shard.requires_grad) for key, shard in shards.items()}
-    with _units_at_rest(model):
+        whole = {key: nn.Parameter(_whole(shard), shard.requires_grad) for key, shard in shards.items()}
+    plain = {module for module, _, shard in held if not isinstance(shard, DTensor)}
+    with _units_at_rest(model, plain), nullcontext() if replicas is None else replaced(replicas, begin=_refuse_model):
         for module, leaf, shard in held:
             module._parameters[leaf] = whole[id(shard)]
         try:
@@ -70,12 +76,13 @@ def full_parameters(model: nn.Module, *, write_back: bool = True) -> Iterator[nn
 
 
 @contextmanager
-def _units_at_rest(model: nn.Module) -> Iterator[None]:
-    """Refuse calls of the units in this context, and keep FSDP2 from taking a loaded whole parameter for a shard."""
+def _units_at_rest(model: nn.Module, replicated: set[nn.Module]) -> Iterator[None]:
+    """Refuse calls of the units and of `replicated` modules in this context, and keep FSDP2 from taking a loaded whole
+    parameter for a shard.
+    """
     groups = units_of(model)
-    handles = [
-        module.register_forward_pre_hook(_refuse_call, prepend=True) for group in groups for module in group.modules
-    ]
+    refusing = replicated.union(*(group.modules for group in groups))
+    handles = [module.register_forward_pre_hook(_refuse_call, prepend=True) for module in refusing]
     for group in groups:
         group.ignore_loads(True)
     try:
@@ -85,6 +92,14 @@ def _units_at_rest(model: nn.Module) -> Iterator[None]:
             handle.remove()
         for group in groups:
             group.ignore_loads(False)
+
+
+def _whole(parameter: nn.Parameter) -> torch.Tensor:
+    return gathered(parameter).detach() if isinstance(parameter, DTensor) else parameter.detach().clone()
+
+
+def _refuse_model() -> NoReturn:
+    raise OSDPError("The model was called within hf_osdp.full_parameters; call it after that.")
 
 
 def _refuse_call(module: nn.Module, args: object) -> NoReturn:

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from ..distributed.device import own_gpu
 from ..distributed.launcher import variable
 from ..distributed.mesh import collective_device
-from ..distributed.process_group import check_ranks
+from ..distributed.process_group import prepare_group
 from ..modeling.build import disable_cache
-from ..modeling.wrapping import frozen_norms_keep_dtype, has_running_statistics
+from ..modeling.wrapping import has_running_statistics
 from ..planner.description import DType
 from ..planner.plan import Plan
 from ..planner.training_job import Precision
@@ -29,7 +29,7 @@ def form_process_group(*, needed: bool, device_type: str | None = None) -> None:
     """Form the process group that the launcher's variables describe; without them, form a group of one process if
     `needed`.
     """
-    check_ranks()
+    prepare_group()
     device = torch.device("cpu") if device_type == "cpu" else training_device()
     if dist.is_initialized():
         return
@@ -58,11 +58,9 @@ def prepare_model(model: nn.Module, precision: Precision) -> None:
 
 
 def prepare_precision(model: nn.Module, precision: Precision) -> None:
-    """Let frozen norms return the dtype in which FSDP2 computes; if it has 16 bits, hold trainable parameters and the
-    statistics of their batch norms in float32.
+    """If the compute dtype has 16 bits, hold trainable parameters and the statistics of their batch norms in
+    float32.
     """
-    if precision.compute is not None and not precision.autocast:
-        frozen_norms_keep_dtype(model)
     if precision.compute not in (DType.BFLOAT16, DType.FLOAT16):
         return
     for parameter in model.parameters():

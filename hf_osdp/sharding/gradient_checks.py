@@ -6,19 +6,18 @@ The checks run when forward begins (shards), in backward (gradients), and before
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..distributed.fsdp_internals import FSDPParam, UnitGroup, owners
-from ..distributed.mesh import collective_device, world_size
+from ..distributed.mesh import world_size
 from ..errors import OSDPError, UnreducedGradientError
 from .gradients import local
 from .unit_order import UnitOrder, has_whole_gradient
@@ -26,6 +25,13 @@ from .unit_order import UnitOrder, has_whole_gradient
 REMEDY = (
     "read weights as attributes of their module (model.lm_head.weight) within the forward or the loss, and not through"
     " model.parameters(), full_tensor() or a reference that was kept from before"
+)
+CREATE_GRAPH = (
+    "create_graph=True asks for gradients of gradients, which need weights that are freed by then; leave out this"
+    " gradient penalty, or train this loss with osdp=False."
+)
+ASSIGN = (
+    "load_state_dict(assign=True) would replace parameters that the plan and the optimizer hold; leave out assign."
 )
 _MARK_ELEMENTS = 2**8
 """Shards up to this size, or that of the smallest, get zeros; see `_mark`."""
@@ -46,23 +52,19 @@ class _Shard(NamedTuple):
 
 
 class GradientChecks:
-    """Check gradients and shards of a model's units, and average the gradients of its parameters without
-    dimensions.
-    """
+    """Check gradients and shards of a model's units."""
 
     def __init__(
         self,
         groups: Sequence[UnitGroup],
-        scalars: Iterable[nn.Parameter],
+        plain: Callable[[], Iterable[nn.Parameter]],
         replaced: Iterable[nn.Parameter],
         order: UnitOrder | None,
-        *,
-        is_alone: bool,
     ) -> None:
-        """Take the units, the parameters without dimensions or elements, and the parameters that `fully_shard`
-        replaced by shards.
+        """Take the units, what returns the plan's plain parameters, and the parameters that `fully_shard` replaced by
+        shards.
         """
-        self._groups, self._scalars, self._order, self._is_alone = groups, tuple(scalars), order, is_alone
+        self._groups, self._plain, self._order = groups, plain, order
         self._replaced = WeakIdKeyDictionary(dict.fromkeys(replaced))
         self._shards: dict[FSDPParam, _Shard] = {}
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], _Parameters]] = WeakKeyDictionary()
@@ -107,9 +109,7 @@ class GradientChecks:
         self._marks.clear()
 
     def backward_ends(self) -> None:
-        """Check all units after FSDP2's end of backward, and average scalars. Collective."""
-        if all(group.all_reduce_grads for group in self._groups):  # in the last micro-step: ranks may skip others
-            self._average_scalars()
+        """Check all units after FSDP2's end of backward."""
         holding = list(filter(_holds, self._groups))
         for group in holding:
             waits = (
@@ -160,18 +160,8 @@ class GradientChecks:
             if not group.is_sharded:
                 group.reshard()
             if self._may_hold and _holds(group):
-                raise OSDPError(
-                    f"optimizer.step() came while gradients of unit {group.label!r} wait for the last"
-                    " micro-step; pass is_last=True"
-                    " in it (under Accelerate, step by sync_gradients), or plan with reduce_every_micro_step=False"
-                    " where it has none."
-                )
-        if (own := next((parameter for parameter in strange if parameter.grad is not None), None)) is not None:
-            raise OSDPError(
-                f"{type(optimizer).__name__} has a parameter of shape {tuple(own.shape)} that the plan does not have,"
-                " whose gradients are"
-                " not averaged over ranks; make it a part of the model before planning."
-            )
+                raise too_early(group.label)
+        refuse_strange(optimizer, strange)
 
     def _parameters_of(self, optimizer: torch.optim.Optimizer) -> _Parameters:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -180,27 +170,31 @@ class GradientChecks:
                 f"{type(optimizer).__name__} has parameters from before the plan was applied; make it again after"
                 " that."
             )
-        ids, scalars = set(map(id, parameters)), set(map(id, self._scalars))
+        ids, plain = set(map(id, parameters)), set(map(id, self._plain()))
         units = [
             group
             for group in self._groups
             if any(id(parameter.sharded_param) in ids for parameter in group.fsdp_params)
         ]
-        strange = [p for p in parameters if not isinstance(p, DTensor) and id(p) not in scalars]
+        strange = [p for p in parameters if not isinstance(p, DTensor) and id(p) not in plain]
         return units, strange if units and world_size() > 1 else []
 
-    @torch.no_grad()
-    def _average_scalars(self) -> None:
-        """Average gradients of parameters without dimensions over the ranks. Collective."""
-        scalars = [parameter for parameter in self._scalars if parameter.requires_grad and parameter.numel()]
-        if not scalars or world_size() == 1 or self._is_alone:
-            return
-        own = [(0.0, 0.0) if p.grad is None else (p.grad.item(), 1.0) for p in scalars]
-        sums = torch.tensor(own, dtype=torch.float64, device=collective_device())
-        dist.all_reduce(sums)
-        for parameter, (total, used) in zip(scalars, sums.tolist(), strict=True):
-            if used:  # on some rank
-                parameter.grad = torch.full_like(parameter, total / world_size())
+
+def too_early(label: str) -> OSDPError:
+    """Return the error of a step before the last micro-step's reduction."""
+    return OSDPError(
+        f"optimizer.step() came while gradients of unit {label!r} wait for the last micro-step; pass is_last=True in"
+        " it (under Accelerate, step by sync_gradients), or plan with reduce_every_micro_step=False where it has none."
+    )
+
+
+def refuse_strange(optimizer: torch.optim.Optimizer, strange: Iterable[nn.Parameter]) -> None:
+    """Raise OSDPError if one of an optimizer's parameters that the plan does not have got a gradient."""
+    if (own := next((parameter for parameter in strange if parameter.grad is not None), None)) is not None:
+        raise OSDPError(
+            f"{type(optimizer).__name__} has a parameter of shape {tuple(own.shape)} that the plan does not have,"
+            " whose gradients are not averaged over ranks; make it a part of the model before planning."
+        )
 
 
 def _check_shard(label: str, parameter: FSDPParam, before: _Shard | None) -> _Shard:

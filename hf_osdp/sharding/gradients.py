@@ -5,16 +5,19 @@ wrong.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad, clip_grads_with_norm_
+from torch.nn.utils import clip_grad
 
 from ..distributed.mesh import collective_device, world_size
+
+_Layouts: TypeAlias = dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]]
+"""Local parts of gradients by how many shards they have, their device and dtype."""
 
 
 @torch.no_grad()
@@ -33,26 +36,49 @@ def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.T
     device or on the host. A rank whose shard is empty takes part. The norm is a 0-d tensor, equal on every rank, in
     their widest dtype (at least float32).
     """
+    return _norm_of(_by_layout(grads), norm_type)
+
+
+def _by_layout(grads: Iterable[torch.Tensor]) -> _Layouts:
+    """Return this rank's parts of gradients by the number of shards, device and dtype."""
+    sizes: dict[tuple[int, Any], int] = {}
+    layouts: _Layouts = {}
+    for grad in [*grads]:  # all at once, so that the ids of meshes stay theirs
+        part, size = grad, 1
+        if isinstance(grad, DTensor):
+            part, spec = grad._local_tensor, grad._spec
+            layout = id(spec.mesh), spec.placements
+            if layout not in sizes:
+                sizes[layout] = shard_size(grad)
+            size = sizes[layout]
+        layouts.setdefault((size, part.device, part.dtype), []).append(part)
+    return layouts
+
+
+def _norm_of(layouts: _Layouts, norm_type: float) -> torch.Tensor:
+    """Return the norm of all gradients, as `total_norm`. Collective."""
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} must be positive; use 1, 2 or inf.")
-    grads = list(grads)
-    value, dtype = _local_power(grads, norm_type), torch.float32
-    for grad in grads:
-        dtype = torch.promote_types(dtype, grad.dtype)
+    value, dtype = _local_power(layouts, norm_type), torch.float32
+    for _, _, own in layouts:
+        dtype = torch.promote_types(dtype, own)
     if world_size() > 1:
         dist.all_reduce(value, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
     return (value if math.isinf(norm_type) else value.pow(1.0 / norm_type)).to(dtype)
 
 
-def _local_power(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return this rank's part of the sum in `total_norm`: a 0-d tensor of float64, on the device that communicates."""
-    device = collective_device() if world_size() > 1 else _main_device(grads)
-    groups: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
-    for grad in grads:
-        groups.setdefault((shard_size(grad), local(grad).device), []).append(local(grad))
+def _local_power(layouts: _Layouts, norm_type: float) -> torch.Tensor:
+    """Return this rank's part of the sum in `total_norm`: a 0-d tensor of float64, on the device that communicates.
+
+    Empty shards are left out, because torch's infinity norm raises for them.
+    """
+    device = collective_device() if world_size() > 1 else _main_device(layouts)
     value = torch.zeros((), dtype=torch.float64, device=device)
-    for (shards, _), locals_ in groups.items():
-        norms = torch.stack([_norm(tensor, norm_type).double() for tensor in locals_]).to(device)
+    for (shards, _, dtype), parts in layouts.items():
+        if not (parts := [part for part in parts if part.numel()]):
+            continue
+        own = torch._foreach_norm(parts, norm_type, dtype=torch.promote_types(dtype, torch.float32))
+        norms = torch.stack(own).double().to(device)
         if math.isinf(norm_type):
             value = torch.maximum(value, norms.max())
         else:
@@ -65,11 +91,16 @@ def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
     """Scale gradients in place to a norm of at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`; return the
-    norm before. Collective.
+    norm before. Collective if parameters are sharded.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    norm = total_norm((parameter.grad for parameter in parameters if parameter.grad is not None), norm_type)
-    clip_grads_with_norm_(_with_local_gradients(parameters), max_norm, norm)
+    if not any(isinstance(parameter, DTensor) for parameter in parameters):
+        return clip_grad.clip_grad_norm_(parameters, max_norm, norm_type)
+    layouts = _by_layout(grad for parameter in parameters if (grad := parameter.grad) is not None)
+    norm = _norm_of(layouts, norm_type)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch: the host does not wait for the norm
+    for (_, device, _), parts in layouts.items():
+        torch._foreach_mul_(parts, factor.to(device))
     return norm
 
 
@@ -120,9 +151,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _main_device(grads: Sequence[torch.Tensor]) -> torch.device:
+def _main_device(layouts: _Layouts) -> torch.device:
     """Return the accelerator if a gradient is on one, else the CPU: only some units are on the host."""
-    return next((local(grad).device for grad in grads if local(grad).device.type != "cpu"), torch.device("cpu"))
+    return next((device for _, device, _ in layouts if device.type != "cpu"), torch.device("cpu"))
 
 
 def shard_size(tensor: torch.Tensor) -> int:
@@ -132,13 +163,6 @@ def shard_size(tensor: torch.Tensor) -> int:
     return math.prod(
         tensor.device_mesh.size(axis) for axis, placement in enumerate(tensor.placements) if placement.is_shard()
     )
-
-
-def _norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return the norm of one local tensor; 0 if it is empty, because torch's infinity norm raises then."""
-    if not tensor.numel():
-        return tensor.new_zeros((), dtype=torch.float64)
-    return torch.linalg.vector_norm(tensor, norm_type, dtype=torch.promote_types(tensor.dtype, torch.float32))
 
 
 class OSDPGradScaler(torch.amp.GradScaler):

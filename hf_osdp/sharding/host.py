@@ -7,8 +7,7 @@ parameter, and back; the device holds at most one unit's.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -47,21 +46,21 @@ def host_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def host_kernels(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: Sequence[nn.Parameter]
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], states: Iterable[dict[str, Any]]
 ) -> dict[str, bool]:
-    """Return the options of a group with which parameters on the host are stepped, by fused kernels where torch has
-    them.
+    """Return the options of a group with which parameters on the host, with these states, are stepped, by fused
+    kernels where torch has them.
     """
     if type(optimizer) not in _FUSED or group["differentiable"]:
         return {}
-    for state in (optimizer.state[parameter] for parameter in parameters if parameter in optimizer.state):
+    for state in states:
         if isinstance(state.get("step"), torch.Tensor):  # fused kernels need it on the CPU; a checkpoint may not
             state["step"] = state["step"].cpu()
     return {"foreach": False, "fused": True}
 
 
 class HostStates:
-    """Step units whose states are on the host before the optimizer's own step, and restore their gradients after it.
+    """Step units whose states are on the host before the optimizer's own step, which leaves them out.
 
     While one parameter steps, states of the next ones come to the device and earlier ones leave; the device holds one
     unit's at most.
@@ -72,10 +71,8 @@ class HostStates:
         self._units, self._step = units, step
         self._host: dict[tuple[nn.Parameter, str], torch.Tensor] = {}
 
-    @contextmanager
-    def __call__(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[None]:
+    def __call__(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+        """Step the units' parameters that have gradients, and return them."""
         units = [[parameter for parameter in unit if parameter.grad is not None] for unit in self._units]
         sizes = {parameter: _size_of_states(optimizer, parameter) for parameter in chain(*units)}
         max_bytes = max((sum(map(sizes.__getitem__, unit)) for unit in units), default=0)
@@ -91,14 +88,7 @@ class HostStates:
                 moved, copies = outgoing.popleft()
                 _wait(copies, on_host=not queue)  # it may read them after the step
                 on_device -= sizes[moved]
-        gradients = [(parameter, parameter.grad) for parameter in sizes]
-        for parameter in sizes:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+        return list(sizes)
 
     def _move(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, out: bool) -> _Copies:
         """Copy a parameter's states to the host (`out`), or to its device."""

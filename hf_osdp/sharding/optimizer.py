@@ -67,9 +67,3 @@ def spec_of_optimizer(optimizer: torch.optim.Optimizer | None, *, device_type: s
 def spec_of_optimizers(optimizers: Sequence[torch.optim.Optimizer], *, device_type: str) -> OptimizerSpec:
     """Return an upper bound of what several optimizers of one model hold."""
     return upper_bound([spec_of_optimizer(optimizer, device_type=device_type) for optimizer in optimizers])
-
-
-def frozen_parameters(optimizer: object) -> int:
-    """Return how many frozen parameters an optimizer received; 0 if there is no optimizer yet."""
-    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
-    return sum(not parameter.requires_grad for group in groups for parameter in group["params"])

@@ -5,9 +5,12 @@ tensors.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import chain
+from operator import is_
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -26,11 +29,13 @@ from .gradients import local, shard_size
 from .host import HostStates, host_kernels, host_parameters
 from .optimizer import check_optimizer
 from .optimizers import kind_of, unwrapped
-from .optimizers.kind import Kind
 
 _KERNELS = {"foreach", "fused"}
-Stage = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]]
-"""Begins before an optimizer's own step, with the step's arguments, and ends after it."""
+_STEP = "_step_on_shards"
+"""Attribute of what takes a step."""
+_Group: TypeAlias = dict[str, Any]
+Stage: TypeAlias = Callable[[torch.optim.Optimizer], Iterable[nn.Parameter]]
+"""Steps some parameters before an optimizer's own step, and returns them."""
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -107,18 +112,16 @@ def _parts_or_on_host(model: nn.Module) -> list[nn.Parameter]:
 
 
 def step_by_device(optimizer: torch.optim.Optimizer, host: Iterable[nn.Parameter] = ()) -> None:
-    """Make an optimizer step the parameters of each device separately, and plain tensors separately from shards.
+    """Make an optimizer step the parameters of each device separately, and local shards as plain tensors.
 
-    torch's foreach and fused kernels fail if plain tensors and DTensors share a group, and by default an optimizer
-    does not use foreach kernels for a group with a parameter on the CPU. During the step, each group is replaced by
-    one group for each kind; before and after, the groups are the original ones, so that schedulers, checkpoints and
-    the user see the same groups under every plan. Adam and AdamW step parameters on the `host` with fused kernels. A
-    second call replaces the first.
+    torch's foreach and fused kernels fail if plain tensors and DTensors share a group, they take the host several
+    times as long on DTensors, and by default an optimizer does not use foreach kernels for a group with a parameter on
+    the CPU. Adam and AdamW step parameters on the `host` with fused kernels. Schedulers, checkpoints and users see the
+    optimizer's own groups, and states as torch makes them, under every plan. A second call replaces the first.
 
-    An optimizer that is not torch's own steps the local shards as plain tensors, and its states are plain tensors of
-    their shapes: other packages' kernels do not support DTensors (some, compiled for one rank's shard, fail on
-    another's if rows are uneven). Shards whose update needs a gather are stepped after the others
-    (`Kind.step_gathered`). Hooks that are registered later run before ours.
+    States of other optimizers are plain tensors of their shards' shapes: other packages' kernels do not support
+    DTensors (some, compiled for one rank's shard, fail on another's if rows are uneven). Shards whose update needs a
+    gather are stepped after the others (`Kind.step_gathered`). Hooks that are registered later run before ours.
     """
     interceptor_of(optimizer).host = {id(parameter) for parameter in host}
 
@@ -179,133 +182,195 @@ def prepare_new_optimizers(model: nn.Module, bind: Callable[[nn.Module, torch.op
 
 
 class _Interceptor:
-    """What runs around each step of an optimizer: its stages, in order, inside of the hooks of users."""
+    """What runs around each step of an optimizer, inside of the hooks of users."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.stages: list[Stage] = []
-        """They run around `by_device`."""
         self.host: set[int] = set()
         """`id`s of parameters on the host."""
         self._entered = ExitStack()
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._entered.__exit__(OSDPError, OSDPError(), None)  # restore, if an earlier step raised before its end
-        if self.stages:
-            refuse_closure(optimizer, args, kwargs)
-        for stage in (*self.stages, self.by_device):
-            self._entered.enter_context(stage(optimizer, args, kwargs))
-
-    def _after(self, *unused: object) -> None:
-        self._entered.close()
-
-    @contextmanager
-    def by_device(
+    def _before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[None]:
-        """Step groups of one kind of parameters; then restore the optimizer's own groups and states."""
-        whole, kind = optimizer.param_groups, kind_of(optimizer)
-        stand_ins: list[tuple[Any, nn.Parameter]] = []
-        gathered: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
-        parts = [self._split(kind, group, stand_ins, gathered) for group in whole]
-        if stand_ins or gathered:
-            refuse_closure(optimizer, args, kwargs)
-        # other packages step with torch.compile, which refuses to run under a dispatch mode such as a FLOP counter
-        compiles = kind.steps_shards and not type(optimizer).__module__.startswith(("torch.", "hf_osdp."))
-        try:
-            optimizer.param_groups = [part for split in parts for part in split]
-            with _states_of(optimizer, stand_ins), _disable_current_modes() if compiles else nullcontext():
-                kind.before_step(whole)
-                yield
-            for group, parameters in gathered:
-                kind.step_gathered(group, parameters)
-        finally:
-            for group, split in zip(whole, parts, strict=True):
-                if split[0] is not group:  # some optimizers keep counters in their groups
-                    group.update({key: value for key, value in split[0].items() if key not in {"params", *_KERNELS}})
-            optimizer.param_groups = whole
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Let a stand-in take the step: torch passes on the arguments that a hook returns, of which `self` is one."""
+        self._entered.close()  # an earlier step may have raised before its end
+        has_closure = any(map(callable, (*args[1:], kwargs.get("closure"))))
+        if self.stages and has_closure:
+            raise _refused_closure(optimizer)
+        stepped = {id(parameter) for stage in self.stages for parameter in stage(optimizer)}
+        rest = [(group, [p for p in group["params"] if id(p) not in stepped]) for group in optimizer.param_groups]
+        step = _Step(optimizer, rest, self.host, has_closure=has_closure)
+        self._entered.enter_context(step.without_modes())
+        return (step.stand_in(), *args[1:]), kwargs
 
-    def _split(
+    def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._entered.close()
+        vars(args[0])[_STEP].end(args[0])
+
+
+class _Step:
+    """A step of an optimizer that a stand-in of its class takes.
+
+    The stand-in has the optimizer's attributes, but a group for each kind of parameters of each group, and local
+    shards as plain tensors in the place of DTensors, in groups and states. The optimizer keeps its groups and states
+    meanwhile, and after a step that raises. Nothing is kept for the next step, so that nothing can be out of date.
+    """
+
+    def __init__(
         self,
-        kind: Kind,
-        group: dict[str, Any],
-        stand_ins: list[tuple[Any, nn.Parameter]],
-        gathered: list[tuple[dict[str, Any], list[nn.Parameter]]],
-    ) -> list[dict[str, Any]]:
-        """Return the group itself if all its parameters are of one kind on the device, else one group for each kind.
+        optimizer: torch.optim.Optimizer,
+        groups: Sequence[tuple[_Group, list[nn.Parameter]]],
+        host: set[int],
+        *,
+        has_closure: bool = False,
+    ) -> None:
+        """Prepare a step of some parameters of each group; those with an `id` in `host` are on the host."""
+        self._optimizer, self._kind, self._has_closure = optimizer, kind_of(optimizer), has_closure
+        others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+        self._state: defaultdict[Any, Any] = defaultdict(dict, others)
+        self._shards: list[tuple[Any, torch.Tensor]] = []
+        """Parameters that are stepped as plain tensors, with these."""
+        self._gathered: list[tuple[_Group, list[nn.Parameter]]] = []
+        """Parameters that are stepped after the optimizer's own step."""
+        self._parts = [(group, self._split(group, parameters, host)) for group, parameters in groups]
+        self._before = self._values()
+        if has_closure and (self._gathered or (self._shards and self._kind.has_plain_states)):
+            raise _refused_closure(optimizer)
 
-        Append parameters that are stepped as plain tensors to `stand_ins`, with these, and those that are gathered and
-        stepped after the optimizer's own step to `gathered`, with their group.
+    def without_modes(self) -> AbstractContextManager[None]:
+        """Return a context without dispatch modes such as a FLOP counter for other packages, which may step with
+        torch.compile, which refuses these.
         """
-        by_place: dict[tuple[torch.device, bool, bool], list[nn.Parameter]] = {}
-        optimizer = kind.optimizer
-        shared = [p for p in group["params"] if kind.gathers and shard_size(p) > 1]
-        given = [p for p in group["params"] if not (kind.gathers and shard_size(p) > 1)]
-        if shared:
-            gathered.append((group, shared))
-        for parameter in given:
-            on_host = id(parameter) in self.host
-            if kind.steps_shards and isinstance(parameter, DTensor):
-                stand_ins.append((parameter, _stand_in(parameter)))
-                parameter = stand_ins[-1][1]
-            by_place.setdefault((local(parameter).device, isinstance(parameter, DTensor), on_host), []).append(
-                parameter
-            )
-        kernels = [host_kernels(optimizer, group, own) if place[-1] else {} for place, own in by_place.items()]
-        if len(by_place) < 2 and not shared and not stand_ins and not any(kernels):
-            return [group]
-        parts = [{**group, **k, "params": own} for k, own in zip(kernels, by_place.values(), strict=True)]
+        foreign = not type(self._optimizer).__module__.startswith(("torch.", "hf_osdp."))
+        return _disable_current_modes() if foreign else nullcontext()
+
+    def stand_in(self) -> torch.optim.Optimizer:
+        """Return the object that takes the step, which holds this one."""
+        taker: torch.optim.Optimizer = object.__new__(type(self._optimizer))
+        groups = [part for _, parts in self._parts for part in parts]
+        vars(taker).update({**vars(self._optimizer), "state": self._state, "param_groups": groups, _STEP: self})
+        kind_of(taker).before_step([group for group, _ in self._parts])
+        return taker
+
+    @torch.no_grad()
+    def end(self, taker: torch.optim.Optimizer) -> None:
+        """Take the results of the step, and step parameters that are gathered."""
+        if self._kind.has_plain_states:
+            self._take_plain()
+        elif not _are_same(self._before, self._values()):
+            for parameter, shard in self._shards:
+                if shard in self._state:
+                    _take_states(self._optimizer.state[parameter], self._state.pop(shard), parameter)
+            self._optimizer.state.update(self._state)
+        new = vars(taker).keys() - {"state", "param_groups", _STEP}
+        vars(self._optimizer).update((name, vars(taker)[name]) for name in new)
+        for group, (part, *_) in self._parts:  # some optimizers keep counters in their groups
+            group.update((key, value) for key, value in part.items() if key not in {"params", *_KERNELS})
+        for group, parameters in self._gathered:
+            self._kind.step_gathered(group, parameters)
+
+    def _take_plain(self) -> None:
+        """Take states as they are; steps of other packages may have assigned `shard.grad` or `shard.data`."""
+        for parameter, shard in self._shards:
+            if shard in self._state:
+                self._optimizer.state[parameter] = self._state.pop(shard)
+            parameter.grad = None if shard.grad is None else parameter.grad
+            memory = local(parameter).detach()
+            if shard.data_ptr() != memory.data_ptr():
+                memory.copy_(shard)
+        self._optimizer.state.update(self._state)
+
+    def _values(self) -> list[Any]:
+        """Return all states of all parameters."""
+        return [*chain.from_iterable(map(dict.values, self._state.values()))]
+
+    def _split(self, group: _Group, parameters: list[nn.Parameter], host: set[int]) -> list[_Group]:
+        """Return a group for each kind of parameters and each device."""
+        if shared := [p for p in parameters if self._kind.gathers and shard_size(p) > 1]:
+            self._gathered.append((group, shared))
+            parameters = [p for p in parameters if shard_size(p) == 1]
+        # a closure computes gradients of the parameters themselves, and so does backward of a differentiable step
+        whole = not self._kind.has_plain_states and (self._has_closure or group["differentiable"])
+        by_place: dict[tuple[torch.device, bool, bool], list[torch.Tensor]] = {}
+        for parameter in parameters:
+            tensor, states = parameter, self._optimizer.state.get(parameter)
+            is_shard = isinstance(parameter, DTensor)
+            if is_shard and not whole:
+                tensor, states = self._as_local(parameter, states)
+            if states is not None:
+                self._state[tensor] = states
+            place = local(tensor).device, is_shard and whole, id(parameter) in host
+            by_place.setdefault(place, []).append(tensor)
+        parts = []
+        for (*_, on_host), tensors in by_place.items():
+            held = [self._state[tensor] for tensor in tensors if on_host and tensor in self._state]
+            kernels = host_kernels(self._optimizer, group, held) if on_host else {}
+            parts.append({**group, **kernels, "params": tensors})
         return parts or [{**group, "params": []}]
 
+    def _as_local(self, parameter: Any, states: dict[str, Any] | None) -> tuple[Any, dict[str, Any] | None]:  # noqa: ANN401
+        """Return a plain tensor with the memory of this rank's shard and its gradient, and the states for it."""
+        shard, gradient = parameter._local_tensor.detach(), parameter.grad
+        if self._kind.has_plain_states:
+            shard = nn.Parameter(shard)  # as other packages expect
+            shard.whole = parameter  # type: ignore[attr-defined]  # for optimizers that decide by the whole size
+        elif states is not None:
+            states = {k: v._local_tensor if isinstance(v, DTensor) else v for k, v in states.items()}
+            shape = shard.shape
+            for key, value in states.items():
+                if isinstance(value, torch.Tensor) and value.shape != shape and value.dim():
+                    raise OSDPError(
+                        f"The optimizer's {key} has shape {tuple(value.shape)} for a shard of shape"
+                        f" {tuple(shape)}: it is from another layout; load states by hf_osdp's checkpoints."
+                    )
+        if gradient is not None:
+            if isinstance(gradient, DTensor) and gradient._spec.placements != parameter._spec.placements:
+                gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+            shard.grad = local(gradient)
+        self._shards.append((parameter, shard))
+        return shard, states
 
-def _stand_in(parameter: Any) -> nn.Parameter:  # noqa: ANN401  (a parameter that is a DTensor)
-    """Return a plain parameter with the memory of this rank's shard and its gradient."""
-    shard = nn.Parameter(local(parameter).detach())
-    shard.whole = parameter  # type: ignore[attr-defined]  # for optimizers that decide by the whole size
-    shard.grad = None if parameter.grad is None else local(parameter.grad)
-    return shard
+
+def _are_same(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    """Return whether two sequences hold the same objects."""
+    return len(first) == len(second) and all(map(is_, first, second))
 
 
-@contextmanager
-def _states_of(optimizer: torch.optim.Optimizer, stand_ins: Sequence[tuple[Any, nn.Parameter]]) -> Iterator[None]:
-    """Give the states of sharded parameters to their stand-ins, and take them and the results back."""
-    for parameter, shard in stand_ins:
-        if parameter in optimizer.state:
-            optimizer.state[shard] = optimizer.state.pop(parameter)
-    try:
-        yield
-        for parameter, shard in stand_ins:
-            parameter.grad = None if shard.grad is None else parameter.grad
-    finally:
-        for parameter, shard in stand_ins:
-            if shard in optimizer.state:
-                optimizer.state[parameter] = optimizer.state.pop(shard)
-            memory = local(parameter).detach()
-            if shard.data_ptr() != memory.data_ptr():  # the step has assigned `shard.data`
-                memory.copy_(shard.detach())
+def _take_states(held: dict[str, Any], found: Mapping[str, Any], parameter: Any) -> None:  # noqa: ANN401
+    """Update a parameter's states by what a step on its shard has made or replaced; those of its shard's shape become
+    DTensors.
+    """
+    for key, value in found.items():
+        if key in held and local(held[key]) is value:
+            continue
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape == local(parameter).shape:
+            value = DTensor(value, parameter._spec, requires_grad=False)  # `from_local` would move it off the host
+        held[key] = value
+    for key in held.keys() - found.keys():
+        del held[key]
 
 
 def step_parts(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
     """Step some of an intercepted optimizer's parameters, with the groups' current options, without hooks."""
-    whole, chosen = optimizer.param_groups, {id(parameter) for parameter in parameters}
-    parts = [{**group, "params": [p for p in group["params"] if id(p) in chosen]} for group in whole]
-    optimizer.param_groups = [part for part in parts if part["params"]]
-    try:
-        with interceptor_of(optimizer).by_device(optimizer, (), {}):
-            type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # the step without torch's hooks
-    finally:
-        optimizer.param_groups = whole
+    chosen = {id(parameter) for parameter in parameters}
+    parts = [(group, [p for p in group["params"] if id(p) in chosen]) for group in optimizer.param_groups]
+    step = _Step(optimizer, [part for part in parts if part[1]], interceptor_of(optimizer).host)
+    with step.without_modes():
+        taker = step.stand_in()
+        type(optimizer).step.__wrapped__(taker)  # type: ignore[attr-defined]  # the step without torch's hooks
+    step.end(taker)
 
 
-def refuse_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a step with a closure, which computes gradients only after our hook before the step has used them."""
-    if any(map(callable, (*args[1:], kwargs.get("closure")))):
-        raise OSDPError(
-            f"{type(optimizer).__name__}.step(closure) would step shards by gradients from before the closure; run"
-            " forward and"
-            " backward first, and call step() without a closure."
-        )
+def _refused_closure(optimizer: torch.optim.Optimizer) -> OSDPError:
+    """Return the error of a step with a closure, which computes gradients only after shards have been taken."""
+    return OSDPError(
+        f"{type(optimizer).__name__}.step(closure) would step shards by gradients from before the closure; run"
+        " forward and"
+        " backward first, and call step() without a closure."
+    )
 
 
 def interceptor_of(optimizer: torch.optim.Optimizer) -> _Interceptor:

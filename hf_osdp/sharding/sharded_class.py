@@ -19,6 +19,7 @@ from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank
 from ..distributed.process_group import require_all
 from ..errors import OSDPError
+from .replicas import replicas_of
 from .state import full_state_dict
 from .unit_order import generating
 
@@ -144,7 +145,9 @@ def _saving_whole_weights(save: Callable[..., Any]) -> Callable[..., Any]:
         if not any(
             isinstance(parameter, DTensor) for parameter in self.parameters()
         ):  # whole already, perhaps on one rank alone
-            return save(*call.args, **call.kwargs)
+            replicas = replicas_of(self)
+            is_others = replicas is not None and replicas.is_all and rank() > 0  # rank 0 writes the same
+            return None if is_others else save(*call.args, **call.kwargs)
         require_all(f"{type(self).__name__}.save_pretrained")
         owner["state_dict"] = full_state_dict(self)
         return on_rank_zero(lambda: save(*call.args, **call.kwargs))

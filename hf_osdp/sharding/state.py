@@ -39,6 +39,7 @@ from ..modeling.split.whole_tensor import WholeTensor
 from ..modeling.units import canonical_name, named_parameters
 from .gradients import local
 from .optimizers import kind_of, unwrapped
+from .replicas import is_under_plan, replicas_of
 from .weight_reads import end_step
 
 _SET_BY_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
@@ -68,6 +69,8 @@ def free_gathered(model: nn.Module) -> None:
     these would update copies instead of the shards.
     """
     end_step(model)
+    if (replicas := replicas_of(model)) is not None:
+        replicas.rest()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -127,7 +130,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], *,
 
     All ranks raise RuntimeError if shapes do not fit or, with `strict`, names are missing or unexpected.
     """
-    if not isinstance(model, FSDPModule):
+    if not is_under_plan(model):
         model.load_state_dict(dict(state), strict=strict)
         return
     targets = named_weights(model)
@@ -174,7 +177,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_ta
     if fresh and not as_target:
         optimizer.state.clear()
         state["state"] = {}
-    if kind.steps_shards:
+    if kind.has_plain_states:
         named = named_parameters(model)
         saved = {name: kind.saved_states(named[name], own) for name, own in state["state"].items()}
         state["state"] = {
@@ -190,7 +193,7 @@ def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, stat
     """Set an optimizer's state, in the form that `optimizer_state` returns; parameters without a state are allowed."""
     optimizer, kind = unwrapped(optimizer), kind_of(optimizer)
     state = split_optimizer_state(state, model) if is_split(model) else state
-    if kind.steps_shards:
+    if kind.has_plain_states:
         named = named_parameters(model)
         states = {name: kind.load_states(named[name], own) for name, own in state["state"].items()}
         state = {**state, "state": states}

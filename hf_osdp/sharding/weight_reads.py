@@ -31,7 +31,7 @@ from ..errors import OSDPError
 from ..modeling.step_hooks import before_step
 from ..modeling.units import modules_by_name
 from ..planner.description import UnitDescription
-from .gradient_checks import GradientChecks
+from .gradient_checks import ASSIGN, CREATE_GRAPH, GradientChecks
 from .unit_order import UnitOrder
 
 _Parameters = Iterable[nn.Parameter]
@@ -46,14 +46,11 @@ class WeightReads:
         self,
         root: nn.Module,
         units: Sequence[UnitDescription],
-        scalars: _Parameters,
+        plain: Callable[[], _Parameters],
         replaced: _Parameters,
-        *,
-        is_alone: bool = False,
     ) -> None:
-        """Watch a model after `fully_shard`, which replaced the parameters `replaced` by shards and ignores `scalars`.
-
-        If this rank trains alone, nothing is sent to other ranks.
+        """Watch a model after `fully_shard`, which replaced `replaced` by shards; `plain` returns the plan's
+        parameters that it has ignored.
         """
         self.active = False
         """True between the first forward of the root or a unit and the end of backward."""
@@ -65,9 +62,9 @@ class WeightReads:
             for group in parameter_groups(modules[unit.module_names[0]]):
                 group.label, group.reduces = unit.label, self._reduce
                 groups.append(group)
-        host = None if is_alone else step_group()
+        host = step_group()
         self._order = None if host is None else UnitOrder(root, groups, host)
-        self._checks = checks = GradientChecks(groups, scalars, replaced, self._order, is_alone=is_alone)
+        self._checks = checks = GradientChecks(groups, plain, replaced, self._order)
         weakref.finalize(checks, before_step.add(partial(_step_begins, weakref.ref(checks))))
         self._pinned: list[UnitGroup] = []
         self._gathered: list[UnitGroup] = []
@@ -174,11 +171,7 @@ class WeightReads:
     @contextmanager
     def _backward_begins(self, groups: list[UnitGroup]) -> Iterator[None]:
         if torch.is_grad_enabled():
-            raise OSDPError(
-                "create_graph=True asks for gradients of gradients, which need weights that are freed by then; leave"
-                " out this gradient"
-                " penalty, or train this loss with osdp=False."
-            )
+            raise OSDPError(CREATE_GRAPH)
         self._checks.backward_begins()
         with nullcontext() if self._order is None else self._order.entering(groups):
             yield
@@ -240,10 +233,7 @@ def _load_as_shards(
         if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor):
             continue
         if metadata.get("assign_to_params_buffers", False):
-            raise OSDPError(
-                "load_state_dict(assign=True) would replace shards, which FSDP2 and the optimizer hold; leave out"
-                " assign."
-            )
+            raise OSDPError(ASSIGN)
         if not isinstance(value, DTensor) and value.shape == parameter.shape:
             state[prefix + leaf] = distribute_tensor(
                 value.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from traceback import walk_tb
 from typing import Any
 
@@ -17,37 +14,31 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..errors import CheckpointingError, DescriptionError, DescriptionTimeoutError, ManyOperatorsError, first_line
-from ..modeling.batch import check_sequence_length, plain_batch, with_row_length
+from ..errors import CheckpointingError, DescriptionError, DescriptionTimeoutError, first_line
+from ..modeling.batch import check_sequence_length, plain_batch
 from ..modeling.build import build_on_meta, is_checkpointed
 from ..modeling.quantized import packed_copy, restored_elements
 from ..modeling.split.apply import split_copy
 from ..modeling.units import class_of, dtype_of, embedding_and_head, find_units, large_tables, modules_by_name
 from ..modeling.wrapping import has_running_statistics
 from ..planner.affine import Affine
-from ..planner.block_forms import FORM_FIELDS, BlockForms
+from ..planner.block_forms import COUNTED_AS_EAGER
 from ..planner.description import DType, GatherSpan, ModelDescription, Segment, UnitDescription, shown_name
 from ..planner.placement import Activations
 from .attention import ASSUMED_CAPABILITY, AttentionCall, Kernel, capability_here, math_kernel_warning
-from .block_forms import FormError, forms_asked, trace_in_forms
-from .lengths import SHORTEST, extended
 from .options import DescribeOptions
 from .pictures import UsualBatch
-from .tensors import silenced
 from .trace import Trace, trace_segments
 from .tracer import TraceOptions
 
 _log = logging.getLogger(__name__)
-_USUAL_OPERATORS = 1500
-"""Operators of a block in forward or backward above which it may loop over tokens."""
 
 
 def describe(model_or_config: object, **options: Any) -> ModelDescription:
     """Describe a model for the planner: its units, and the memory and computation of each.
 
     No memory is allocated and no weight is changed: a fake copy of the model runs forward and backward. Only the loss
-    is assumed to outlive forward; a loop that keeps the logits through backward also needs their bytes. If blocks loop
-    over tokens in Python, costs are extended from short samples (`lengths.extended`), without partial recomputation.
+    is assumed to outlive forward; a loop that keeps the logits through backward also needs their bytes.
 
     Args:
         model_or_config: a module, real or on the meta device, or a transformers configuration.
@@ -71,37 +62,14 @@ def describe(model_or_config: object, **options: Any) -> ModelDescription:
     check_sequence_length(model, chosen.sequence_length)
     if chosen.split.changes_modules:
         model = split_copy(model, chosen.split)
-    if chosen.sequence_length < SHORTEST or chosen.compile:
-        return _Describer(model, chosen).describe()
-    try:
-        return _Describer(model, chosen, most_operators=_USUAL_OPERATORS).describe()
-    except ManyOperatorsError:
-        short = extended(partial(_describe_short, model, chosen), chosen.sequence_length)
-        return short or _Describer(model, chosen).describe()
-
-
-def _describe_short(
-    model: nn.Module, options: DescribeOptions, tokens: int, *, plain: bool = False, warns: bool = False
-) -> ModelDescription:
-    """Describe a model with shorter samples, to be extended; with `plain` not its recomputation."""
-    usual, length = options.inputs, options.sequence_length
-    inputs = None if usual is None else lambda samples: with_row_length(usual(samples), length, tokens)
-    changed = replace(
-        options, sequence_length=tokens, inputs=inputs, partial_recomputation=False,
-        recomputation=options.recomputation and not plain,
-    )  # fmt: skip
-    with nullcontext() if warns else silenced(__name__):
-        return _Describer(model, changed, is_short=True).describe()
+    return _Describer(model, chosen).describe()
 
 
 class _Describer:
     """Describe one model, which is split already."""
 
-    def __init__(
-        self, model: nn.Module, options: DescribeOptions, *, most_operators: float = math.inf, is_short: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, options: DescribeOptions) -> None:
         self._model, self._options = model, options
-        self._most_operators, self._is_short = most_operators, is_short
         self._name = class_of(model).__name__
         self._modules = modules_by_name(model)
         self._units = find_units(
@@ -112,7 +80,6 @@ class _Describer:
         )
         self._blocks = self._block_classes()
         self._checkpointed = options.activation_checkpointing or is_checkpointed(model)
-        self._forms = forms_asked(options, self._blocks, self._name)
         self._dtype = options.compute_dtype or self._main_dtype()
         if options.inputs is None and not hasattr(model, "config"):
             raise DescriptionError(
@@ -125,7 +92,8 @@ class _Describer:
         if self._checkpointed:
             self._refuse_running_statistics()
         found = self._traced()
-        batch_bytes, cast_bytes = self._input_bytes()
+        units, (batch_bytes, cast_bytes) = self._units_with_spans(found), self._input_bytes()
+        compiled = self._compiled_classes(units)
         return ModelDescription(
             model_name=getattr(getattr(self._model, "config", None), "_name_or_path", "") or self._name,
             model_class=self._name,
@@ -133,14 +101,14 @@ class _Describer:
             split=self._options.split,
             sequence_length=self._options.sequence_length,
             compute_dtype=self._dtype,
-            units=self._units_with_spans(found),
+            units=units,
             segments=tuple(_with_forward_bytes(segment, cast_bytes) for segment in found.segments),
             buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in self._model.buffers()),
             input_bytes=batch_bytes,
             output_bytes=found.output_bytes,
-            trace=self._trace_summary(found.kernels),
+            trace=self._trace_summary(found.kernels, compiled),
             recomputed_by_others=self._checkpointed,
-            **{name: getattr(self._forms, name) for name in FORM_FIELDS},
+            compiled_classes=compiled,
         )
 
     def _block_classes(self) -> tuple[str, ...]:
@@ -152,6 +120,17 @@ class _Describer:
         outside += [self._modules[name] for name in large_tables(self._model)]
         classes = {class_of(module).__name__ for module in outside}
         return tuple(name for name in found if name not in classes)
+
+    def _compiled_classes(self, units: Sequence[UnitDescription]) -> tuple[str, ...]:
+        """Return the classes of blocks that are compiled, if that is asked for; warn if there are none."""
+        if not self._options.compile:
+            return ()
+        alone = {unit.class_name for unit in units if unit.span is GatherSpan.USE}
+        if not (found := tuple(name for name in self._blocks if name in alone)):
+            _log.warning(
+                "%s has no blocks to compile; name their classes with block_classes, or leave compile out.", self._name
+            )
+        return found
 
     def _main_dtype(self) -> DType:
         """Return the floating-point dtype that most parameter elements have."""
@@ -181,8 +160,8 @@ class _Describer:
         """
         split = self._options.split
         try:
-            trace: Trace = trace_in_forms(self._trace_choices, self._units, self._forms)
-        except (CheckpointingError, ManyOperatorsError):
+            trace = self._trace_choices()
+        except CheckpointingError:
             raise
         except DescriptionTimeoutError as error:
             raise DescriptionTimeoutError(
@@ -249,12 +228,10 @@ class _Describer:
             len(idle), idle[0].label, f" to {idle[-1].label}" if len(idle) > 1 else "", 100 * share, self._name,
         )  # fmt: skip
 
-    def _trace_choices(self, forms: BlockForms) -> Trace:
+    def _trace_choices(self) -> Trace:
         """Trace the model under every choice of its blocks; if it does not run so, under fewer."""
-        self._forms = forms
         options = TraceOptions(
             run=self._options, checkpointed_blocks=self._blocks if self._options.activation_checkpointing else None,
-            samples=self._options.samples, most_operators=self._most_operators, is_short=self._is_short, forms=forms,
             blocks=self._plain_blocks(),
         )  # fmt: skip
         every, problem = self._choices(), ""
@@ -263,7 +240,7 @@ class _Describer:
                 trace = trace_segments(self._model, self._units, self._inputs, replace(options, choices=choices))
                 break
             except Exception as error:  # with fewer options the model may run
-                if not choices or isinstance(error, (DescriptionTimeoutError, FormError)):
+                if not choices or isinstance(error, DescriptionTimeoutError):
                     raise
                 _log.debug("The trace failed.", exc_info=True)
                 problem = first_line(error)
@@ -275,11 +252,12 @@ class _Describer:
 
     def _choices(self) -> list[Sequence[Activations]]:
         """Return the choices of activations to trace: first all, then those on the device, then none; without
-        blocks there are none.
+        blocks there are none. Compiled blocks are not offloaded.
         """
         if not self._options.recomputation or self._checkpointed or not self._plain_blocks():
             return [()]
-        has_host = self._options.device_type == "cuda" and not self._options.split.operators
+        options = self._options
+        has_host = options.device_type == "cuda" and not options.split.operators and not options.compile
         return [*([Activations.BASIC[1:]] if has_host else []), Activations.BASIC[1:2], ()]
 
     def _plain_blocks(self) -> frozenset[int]:
@@ -306,7 +284,7 @@ class _Describer:
             for i, unit in enumerate(self._units)
         )
 
-    def _trace_summary(self, kernels: Mapping[Kernel, AttentionCall]) -> str:
+    def _trace_summary(self, kernels: Mapping[Kernel, AttentionCall], compiled: tuple[str, ...]) -> str:
         """Return how the costs were found, with the CUDA attention kernels that were estimated; tables show it."""
         options, attention = self._options, getattr(getattr(self._model, "config", None), "_attn_implementation", None)
         parts = [f"fake tensors, device {options.device_type}"]
@@ -319,7 +297,7 @@ class _Describer:
             parts += [f"attention {attention}"]
         parts += [content] if (content := getattr(self._inputs, "content", "")) else []
         parts += ["under autocast"] if options.autocast else []
-        parts += list(filter(None, [self._forms.changed_blocks]))
+        parts += [f"{' and '.join(compiled)} {COUNTED_AS_EAGER}"] if compiled else []
         parts += ["blocks checkpointed"] if self._checkpointed else []
         return ", ".join(parts)
 

@@ -199,6 +199,5 @@ class _WatchedParameters(dict[str, Any]):
         self._note = note
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401
-        if not torch.compiler.is_dynamo_compiling():  # a compiled block reads its own parameters
-            self._note()
+        self._note()
         return super().__getitem__(name)

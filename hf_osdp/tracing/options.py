@@ -17,9 +17,6 @@ from ..planner.description import DType
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from .attention import Capability
 
-TRACED_MICRO_BATCH = 2
-"""Default batch size around which a model is traced: the smallest from which costs are linear."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRun:
@@ -56,7 +53,7 @@ class ModelRun:
     Not needed if the model has activation checkpointing enabled already.
     """
     compile: bool = False
-    """The blocks' forwards will be compiled if each compiles as one graph (`planner/block_forms.py`)."""
+    """The blocks' forwards will be compiled. A trace counts them as they are: compiled, they need less."""
 
     def __post_init__(self) -> None:
         if self.device_type not in ("cpu", "cuda"):
@@ -103,16 +100,7 @@ class DescribeOptions(ModelRun):
     """Also trace selective recomputation, between saving everything and saving only the input; not needed to find
     the least memory.
     """
-    micro_batch_size: int = TRACED_MICRO_BATCH
-    """Batch size around which a model with compiled blocks is traced. What Inductor saves and when it frees it depends
-    on sizes, so costs are linear only near this one. Costs of other models are linear everywhere."""
     seconds: float = 600.0
     """Most CPU time of a trace."""
     split: ModelSplit = WHOLE_BLOCKS
     """Split the model this way before describing it."""
-
-    @property
-    def samples(self) -> tuple[int, ...]:
-        """Batch sizes to trace: the last two give a line; a first one of one sample may lie above it."""
-        size = max(TRACED_MICRO_BATCH, self.micro_batch_size) if self.compile else TRACED_MICRO_BATCH
-        return (size, size + 1) if self.compile else (1, size, size + 1)

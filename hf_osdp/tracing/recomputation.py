@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import DescriptionError
 from ..modeling.selective import CallCounter
-from ..planner.description import Recomputation, RecomputedSegment, Segment
+from ..planner.description import Recomputation, Segment
 from .tensors import storages_in
 from .work import PhaseRecord
 
@@ -207,22 +207,6 @@ def worthwhile(plain: Segment, policies: Sequence[Segment], device_type: str, sa
 
     corners = corner_indices([*map(point, policies), point(plain)], most=len(policies), least_gain=0.0)
     return sorted({0, *corners} - {len(policies)})
-
-
-def with_share(
-    policy: RecomputedSegment, whole: RecomputedSegment, plain: Segment, device_type: str, samples: int
-) -> RecomputedSegment:
-    """Set the share of a full recomputation's work that a policy with a budget repeats, as traced; return others
-    unchanged.
-    """
-    if policy.recomputation.budget is None:
-        return policy
-    part, all_of_it, none = (
-        _work(costs.backward.flops(samples), costs.backward.traffic_bytes(samples), device_type)
-        for costs in (policy.costs, whole.costs, plain)
-    )
-    share = (part - none) / (all_of_it - none) if all_of_it > none else 1.0
-    return replace(policy, recomputation=replace(policy.recomputation, share=round(min(max(share, 0.0), 1.0), 3)))
 
 
 def with_modes(costs: Segment, policy: Recomputation) -> Segment:

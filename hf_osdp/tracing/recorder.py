@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import _get_sequence_nr
 
-from ..errors import DescriptionTimeoutError, ManyOperatorsError
+from ..errors import DescriptionTimeoutError
 from .known_values import KnownValues, is_known
 from .memory_tracker import MemoryTracker
 from .repeated import Call, Repeatable, seen_operators
@@ -71,19 +70,17 @@ class Recorder(MemoryTracker):
         known: KnownValues,
         *,
         deadline_s: float = math.inf,
-        most_operators: float = math.inf,
         **options: Any,
     ) -> None:
         """Record operators on a mode's tensors, whose values are in `known`; `options` are the tracker's.
 
-        Operators raise DescriptionTimeoutError after `deadline_s` of the process's time, and ManyOperatorsError after
-        `most_operators` in a phase of a unit.
+        Operators raise DescriptionTimeoutError after `deadline_s` of the process's time.
         """
         super().__init__(**options)
         self._mode, self._known, self._seen = mode, known, seen_operators()
         self.records: list[SegmentRecord] = []
         self.inside = False
-        self._deadline_s, self._operators, self._most_operators = deadline_s, 0, most_operators
+        self._deadline_s, self._operators = deadline_s, 0
         self._current = self._pending = SegmentRecord(unit=0, first_node=_get_sequence_nr())
         self._in_backward = False
         self._with_gradients: list[nn.Parameter] = []
@@ -118,16 +115,6 @@ class Recorder(MemoryTracker):
         if name is not None:
             self._current.gradients.append(name)
 
-    @contextmanager
-    def kernel(self, work: PhaseRecord) -> Iterator[None]:
-        """Count a kernel that is no operator; its allocations are tracked inside the context."""
-        self._switch_segment()
-        yield
-        phase = self._phase
-        phase.add(work)
-        phase.operators += 1
-        phase.levels.append(self.current_bytes)
-
     def __torch_dispatch__(
         self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
@@ -148,8 +135,6 @@ class Recorder(MemoryTracker):
                 if call.key is not None and call.key not in self._seen:
                     work = {name: getattr(phase, name) - getattr(before, name) for name in WORK}
                     self._seen[call.key] = Repeatable.of(call, result, is_known(func, result), PhaseRecord(**work))
-            if self._current.unit and phase.operators > self._most_operators:
-                raise ManyOperatorsError
             phase.levels.append(self.current_bytes)
             if (scratch := self._scratch(func, args)) is not None:
                 phase.scratch.append((self.current_bytes, scratch))

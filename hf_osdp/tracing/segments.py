@@ -19,13 +19,8 @@ line.
 """
 
 
-def segments_of(
-    traces: Sequence[Sequence[SegmentRecord]], samples: Samples, *, every_moment: bool = False
-) -> list[Segment]:
-    """Fit segments to one trace per batch size; raise DescriptionError if the traces do not run the same units.
-
-    Peaks have only the moments that are highest for some batch size, or with `every_moment` one for each operator.
-    """
+def segments_of(traces: Sequence[Sequence[SegmentRecord]], samples: Samples) -> list[Segment]:
+    """Fit segments to one trace per batch size; raise DescriptionError if the traces do not run the same units."""
     if len({tuple(record.unit for record in trace) for trace in traces}) > 1:
         raise DescriptionError(
             f"The model runs other units with {samples[0]} samples than with {samples[-1]}: its costs are not linear;"
@@ -36,20 +31,7 @@ def segments_of(
         linear_bytes([(record.copy_of or record).kept_bytes for record in records], samples) for records in by_segment
     ]
     phases: _Phases = {}
-    found = _with_kept([_segment(records, samples, phases) for records in by_segment], kept)
-    return found if every_moment else _with_highest(found)
-
-
-def _with_highest(segments: Sequence[Segment]) -> list[Segment]:
-    known: dict[int, PhaseCost] = {}  # equal blocks share their phases
-
-    def shorter(phase: PhaseCost) -> PhaseCost:
-        if id(phase) not in known:
-            peak = phase.peak_bytes
-            known[id(phase)] = replace(phase, peak_bytes=replace(peak, pieces=Envelope.above(peak.pieces).pieces))
-        return known[id(phase)]
-
-    return [replace(one, forward=shorter(one.forward), backward=shorter(one.backward)) for one in segments]
+    return _with_kept([_segment(records, samples, phases) for records in by_segment], kept)
 
 
 def _without_unused(trace: Sequence[SegmentRecord]) -> list[SegmentRecord]:
@@ -199,5 +181,5 @@ def _peak(levels: Sequence[Sequence[int]], samples: Samples) -> Envelope:
     moments = (
         list(zip(*levels[-2:], strict=True)) if len(levels[-2]) == len(levels[-1]) else [(highest[-2], highest[-1])]
     )
-    peak = Envelope(pieces=(Affine(), *(_linear(values, samples[-2:]) for values in moments)))
+    peak = Envelope.above([Affine(), *(_linear(values, samples[-2:]) for values in moments)])
     return peak if samples[0] != 1 or peak.bytes(1) == highest[0] else replace(peak, single=float(highest[0]))

@@ -4,7 +4,6 @@ activations.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from ..planner.affine import Affine
 from ..planner.description import Recomputation, RecomputedSegment, Segment, UnitDescription
 from ..planner.placement import Activations
 from .attention import AttentionCall, Kernel
-from .recomputation import LoggedCall, recomputations, with_modes, with_share, worthwhile
+from .recomputation import LoggedCall, recomputations, with_modes, worthwhile
 from .segments import (
     held_by_recomputed,
     is_idle,
@@ -68,12 +67,11 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
             raise
         samples = samples[-2:]  # batch norm of pooled features cannot train on a single sample
         records = tracer.run(samples)
-    fitted = functools.partial(segments_of, every_moment=options.is_short)
-    first, plain = fitted(records, samples), fitted(records[-2:], samples[-2:])
+    first, plain = segments_of(records, samples), segments_of(records[-2:], samples[-2:])
     output_bytes = linear_bytes(tracer.output_bytes, samples)
 
     def traced(choices: Mapping[int, Activations]) -> list[Segment]:
-        again = fitted(tracer.run(samples[-2:], choices), samples[-2:])
+        again = segments_of(tracer.run(samples[-2:], choices), samples[-2:])
         if [segment.unit for segment in again] != [segment.unit for segment in plain]:
             raise DescriptionError("The model runs other units under other treatments of its activations.")
         return again
@@ -110,25 +108,23 @@ def _with_choices(
             found[choice], fully, logs = segments, choices, tracer.recomputed_calls
     plain, full = found[Activations.SAVE], found.get(Activations.RECOMPUTE)
     fully = {unit: choice for unit, choice in fully.items() if choice.recomputes}
-    return plain if full is None else _with_recomputed(plain, full, fully, logs, tracer.own_policies, traced, options)
+    return plain if full is None else _with_recomputed(plain, full, fully, logs, traced, options)
 
 
 def _with_recomputed(
     plain: list[Segment], full: list[Segment], fully: Mapping[int, Activations],
-    logs: Mapping[int, Sequence[LoggedCall]], own: Mapping[int, tuple[Recomputation, ...]],
-    traced: Callable[[Mapping[int, Activations]], list[Segment]], options: TraceOptions,
+    logs: Mapping[int, Sequence[LoggedCall]], traced: Callable[[Mapping[int, Activations]], list[Segment]],
+    options: TraceOptions,
 ) -> list[Segment]:  # fmt: skip
     """Return the segments, each with the traced policies to recompute it that are worth their bytes.
 
-    `full` are those of the fully recomputed units, `fully`, whose operators are in `logs`; `own` are policies of units
-    that recompute by themselves.
+    `full` are those of the fully recomputed units, `fully`, whose operators are in `logs`.
     """
     device_type, samples = options.run.device_type, options.samples[-2]
+    partly = options.run.partial_recomputation and not options.run.compile
     policies: dict[int, tuple[Recomputation, ...]] = {}
-    for segment, recomputed in zip(plain, full, strict=True) if options.run.partial_recomputation else ():
-        if segment.unit in own and segment.unit in fully:
-            policies[segment.unit] = own[segment.unit]
-        elif segment.unit in logs and segment.unit in fully:
+    for segment, recomputed in zip(plain, full, strict=True) if partly else ():
+        if segment.unit in logs and segment.unit in fully:
             saved_bytes = segment.saved_bytes.bytes(samples) - recomputed.saved_bytes.bytes(samples)
             policies[segment.unit] = recomputations(logs[segment.unit], saved_bytes, device_type)[1:]
     traces = [full]
@@ -150,9 +146,5 @@ def _with_recomputed(
             for policy, run in zip(tried, traces, strict=False)
         ]
         kept = worthwhile(segment, [form.costs for form in forms], device_type, samples)
-        found.append(
-            replace(
-                segment, recomputed=tuple(with_share(forms[i], forms[0], segment, device_type, samples) for i in kept)
-            )
-        )
+        found.append(replace(segment, recomputed=tuple(forms[i] for i in kept)))
     return found

@@ -5,7 +5,6 @@ its blocks' activations.
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,14 +21,11 @@ from ..modeling.activations import change_forward, host_memory, tensors_of
 from ..modeling.batch import Inputs, loss_of, output_of
 from ..modeling.build import checkpoint_blocks
 from ..modeling.replaced import replaced
-from ..modeling.split.apply import untied_parts
 from ..modeling.units import canonical_name, modules_by_name, segment_modules
 from ..modeling.wrapping import cast_floating
-from ..planner.block_forms import AS_WRITTEN, BlockForms
 from ..planner.description import GatherSpan, UnitDescription
 from ..planner.placement import Activations
 from .attention import AttentionCall, Kernel
-from .block_forms import change_blocks, forms_in_trace, policies_of_form
 from .cuda_kernels import CudaKernels
 from .equal_blocks import EqualCalls, block_key, call_key
 from .fake_model import OutsideReads, fake_copy, stored_tensors_releaser
@@ -55,14 +51,6 @@ class TraceOptions:
     choices: Sequence[Activations] = ()
     """Choices of activations beside `SAVE`: one that recomputes stands for each policy to recompute
     (`Segment.recomputed`), one on the host comes after the same on the device (`Segment.own_saved_bytes`).
-    """
-    forms: BlockForms = AS_WRITTEN
-    """The forms of the blocks; those that it changes are not traced as offloaded."""
-    most_operators: float = math.inf
-    """Operators that a unit may run in forward or backward, see `Recorder`."""
-    is_short: bool = False
-    """The trace is one of those that are extended to longer samples: sizes are not rounded, and peaks keep a moment
-    for each operator.
     """
     samples: Samples = (1, 2, 3)
     """Batch sizes. Costs are lines through the last two, which are consecutive, raised if the first of three is above
@@ -100,7 +88,6 @@ class Tracer:
         if options.checkpointed_blocks is not None:
             checkpoint_blocks(self._fake, options.checkpointed_blocks)
         self._modules = modules_by_name(self._fake)
-        untied = untied_parts(self._fake)
         self._segments = segment_modules(self._modules, units)
         """The modules whose calls are segments, with the indices of their units."""
         blocks = [(i, module) for i, module in self._segments if units[i].span is GatherSpan.USE]
@@ -108,8 +95,6 @@ class Tracer:
         """Keys by which equal blocks are found, by unit; parts of a block keep inputs from other parts, copies do
         not.
         """
-        unit_of = {module: i for i, module in self._segments}
-        self._segments += [(unit_of[shared], own) for own, shared in untied]
         self._step_names = _step_names(units)
         self._trains = any(parameter.requires_grad for parameter in self._fake.parameters())
         """Whether any parameter is trainable; else no backward runs."""
@@ -131,16 +116,12 @@ class Tracer:
         """The traced calls of equal blocks in the current batch."""
         self._cuda = CudaKernels(options.run.capability) if options.run.device_type == "cuda" else None
         self.kernels: Mapping[Kernel, AttentionCall] = {} if self._cuda is None else self._cuda.found
-        of_units = ((i, policies_of_form(options.forms, unit)) for i, unit in enumerate(units))
-        self.own_policies = {i: policies for i, policies in of_units if policies}
-        """Policies to recompute the blocks whose form recomputes by itself."""
         self.reads = OutsideReads(self._modules, units)
 
     def run(self, samples: Samples, choices: Mapping[int, Activations] = {}) -> list[list[SegmentRecord]]:
         """Return the segment records of each batch size, with these choices of units' activations."""
         self._logs, self._equal_to, self.output_bytes = {}, {}, []
         with _forwards_restored(self._fake), ExitStack() as stack:
-            self._forms = stack.enter_context(forms_in_trace(self._mode, self._cuda))
             self._transform_blocks(choices)
             stack.enter_context(host_memory(lambda like: None))
             stack.enter_context(self.reads)
@@ -151,18 +132,14 @@ class Tracer:
         return records
 
     def able(self, unit: int, choice: Activations) -> Activations:
-        """Return the part of a choice that a unit can do: a second forward would change some buffers twice, and
-        blocks in another form are not offloaded.
-        """
-        again = replace(choice, recomputation=None) if unit in self.changing else choice
-        return again.kept if unit in self.own_policies else again
+        """Return the part of a choice that a unit can do: a second forward would change some buffers twice."""
+        return replace(choice, recomputation=None) if unit in self.changing else choice
 
     def _transform_blocks(self, choices: Mapping[int, Activations]) -> None:
-        """Give the blocks their forms, and treat their activations as chosen."""
-        change_blocks(self._fake, self._options.forms, self._units)
+        """Treat the blocks' activations as chosen."""
         for index, choice in choices.items():
             block, policy = self._modules[self._units[index].module_names[0]], choice.recomputation
-            if index not in self.own_policies and policy is not None and not policy.saved_calls:
+            if policy is not None and not policy.saved_calls:
                 block.forward = self._logged(index, block)
             change_forward(block, choice)
 
@@ -200,13 +177,12 @@ class Tracer:
             stack.enter_context(on_fake_tensors(self._mode, known))
             fakes = known.fakes_of(batch, self._mode, self._options.run.cast_dtype)
             recorder = self._recorder = Recorder(
-                self._mode, known, deadline_s=self._deadline_s, most_operators=self._options.most_operators,
-                block_bytes=CUDA_BLOCK_BYTES if self._cuda is not None and not self._options.is_short else 1,
+                self._mode, known, deadline_s=self._deadline_s,
+                block_bytes=1 if self._cuda is None else CUDA_BLOCK_BYTES,
                 processors=None if self._cuda is None else self._cuda.processors,
             )  # fmt: skip
             self._calls = EqualCalls()
             stack.enter_context(recorder)
-            self._forms.memory = recorder
             if self._cuda is not None:
                 stack.enter_context(self._cuda)
             output = output_of(self._fake, fakes, self._options.run.loss)

@@ -1,0 +1,1 @@
+"""Train the same thing with the stock stack and with this package, and compare the figures."""

@@ -12,11 +12,12 @@ import pytest
 pytest.importorskip("trl", reason="needs the extra `trainers`")
 pytest.importorskip("sentence_transformers", reason="needs the extra `trainers`")
 
-from benchmarks.compatibility import catalogue  # noqa: F401
-from benchmarks.compatibility.row import ROWS, Row, Verdict, worst_difference
-from benchmarks.compatibility.run import PRELOAD, Outcome, judged, run
 from tests.helpers.sampling import slow_but
 
+from .row import Row, Verdict, read_rows, worst_difference
+from .run import PRELOAD, Outcome, judged, run
+
+ROWS = read_rows()
 DOCS = Path(__file__).parents[2] / "docs"
 TRAINED_ELSEWHERE = {
     "Losses, and weights read without a call: all weights read",

@@ -13,7 +13,6 @@ NOT_HERE = 3
 
 
 def main() -> int:
-    """Build the device."""
     parser = argparse.ArgumentParser(prog="python -m tests.cuda_software", description=__doc__)
     command = parser.add_subparsers(required=True).add_parser(
         "build", help="make the environment, or bring it up to date"

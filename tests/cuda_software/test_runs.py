@@ -16,17 +16,19 @@ from benchmarks.gpu_suite import catalogue  # noqa: F401  (the catalogue has the
 from benchmarks.gpu_suite.faults import problem_of, runs_out
 from hf_osdp import OptimalShardedDataParallel
 from hf_osdp.cli.app import app
+from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.hardware import Backend
 from hf_osdp.planner.profile import Profile
 from hf_osdp.sharding.environment import training_device
-from tests.distributed import test_weight_reads as reads
+from tests.distributed.cases.reads import CASES
 from tests.distributed.test_run import HELPER, LOOP, MODEL, TRAINER, run_main
 from tests.helpers.checkpointed import worst
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 from tests.helpers.output import ends_of
+from tests.helpers.training import alone, train
 
 from .training import LATE_MS, on_devices
 
@@ -89,13 +91,16 @@ def test_plain_loop_and_background_checkpoints_equal_those_over_gloo(tmp_path):
     assert worst(found["cuda"][1], found["cpu"][1]) < 1e-12
 
 
-READS = (*(f"llama-{kind}-zero3" for kind in reads.KINDS), "gpt2-penalties-mixed-checkpointing")
+READS = ("read, gpt2, read first, checkpointing",)
+
+
+def train_each(names):
+    return {name: train(CASES[name], meshes=Meshes("cuda")) for name in names}
 
 
 def test_weights_that_are_read_train_as_in_one_process():
-    for name, trained in on_devices(reads.run_cases, 2, READS, **WATCHED)[0].items():
-        model, kind, _, options = reads.CASES[name]
-        errors = trained.worst_error(reads.reference(model, kind, options.get("accumulation_steps", 1)))
+    for name, trained in on_devices(train_each, 2, READS, **WATCHED)[0].items():
+        errors = trained.worst_error(alone(CASES[name].alone))
         assert max(errors.values()) < 1e-12, (name, errors)
 
 
@@ -109,14 +114,6 @@ def model(tmp_path):
     config = GPT2Config(n_layer=4, n_embd=32, n_head=4, vocab_size=500, n_positions=64, bos_token_id=0, eos_token_id=0)
     config.save_pretrained(tmp_path / "tiny")
     return tmp_path / "tiny"
-
-
-def test_doctor_examines_the_device(model):
-    words = ("--device", "a100-80", "--sequence-length", 32, "--global-batch-size", 32, "--precision", "bf16")
-    [(code, output, errors)] = on_devices(command, 1, "doctor", model, *words, "--json", "-", joins=False)
-    rows = {row["check"]: row for row in json.loads(output)["checks"]}
-    assert (code, errors) == (0, "") and "1 x Fake A100" in rows["this machine"]["text"], output
-    assert {name for name, row in rows.items() if row["result"] == "error"} == set()
 
 
 @pytest.mark.parametrize("processes", [1, 2])

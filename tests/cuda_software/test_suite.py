@@ -14,7 +14,7 @@ from benchmarks.gpu_suite import catalogue  # noqa: F401  (registers the steps)
 from benchmarks.gpu_suite.step import STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
-WHOLE = ("two-ranks", "ranks-trainer", "recalibration", "killed")
+WHOLE = ("two-ranks", "ranks-trainer", "killed")
 SMALL = tuple(step.name for step in STEPS.values() if step.rehearsal_s is not None and step.name not in WHOLE)
 
 

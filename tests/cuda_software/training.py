@@ -27,7 +27,6 @@ from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.steps import micro_step
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import _is_block, plan_of
-from tests.helpers.low_bit import WIDTH, gpt2
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 from tests.helpers.read_back import verify_applied
 from tests.helpers.training import Trained
@@ -86,7 +85,9 @@ def plan_for(variant: Variant, units: Any, world_size: int) -> Plan:
 def train(variant: Variant, device_type: str) -> Trained:
     """Train this rank's part on `"cuda"` or `"cpu"`; rank 0 has the parameters."""
     model = (
-        gpt2(WIDTH).to(variant.dtype) if variant.model == "wide" else tiny_model(variant.model, dtype=variant.dtype)
+        tiny_model("gpt2", layers=2, width=128, dtype=variant.dtype)
+        if variant.model == "wide"
+        else tiny_model(variant.model, dtype=variant.dtype)
     )
     if variant.prepare:
         variant.prepare(model)
@@ -127,26 +128,12 @@ def on_devices(
     joins: bool = True, memory: str = "8G",
     env: Mapping[str, str] | None = None, timeout_s: float = 120.0,
 ) -> list[Any]:  # fmt: skip
-    """Call `fn(*args)` in so many processes, each with a device of its own, in a group that is NCCL's on devices and
-    gloo's on the host.
+    """Call `fn(*args)` as `run_ranks` does, in processes with a device each, in a group that is NCCL's on devices and
+    gloo's on the host; without `joins` the group is not formed.
 
-    Args:
-        fn: a function at the top of a module, as for `run_ranks`.
-        processes: how many.
-        *args: pickled.
-        late: which streams are late by LATE_MS (README.md): "all", "main", "side", or none.
-        sanitizes: whether torch's CUDA sanitizer watches, which raises where it sees a race.
-        eager: whether the group is formed with its device, so that communicators are made at once and split.
-        joins: whether the group is formed; otherwise `fn` may do so, once.
-        memory: of each device.
-        env: further variables.
-        timeout_s: as for `run_ranks`.
-
-    Returns:
-        What each returned, by rank.
-
-    Raises:
-        RankFailure: a process raised, or the device could not compute an operator's values.
+    `late` says which streams are late by LATE_MS (README.md): "all", "main", "side", or none. With `sanitizes` torch's
+    CUDA sanitizer raises where it sees a race; with `eager` communicators are made at once and split. Raises
+    RankFailure also where the device could not compute an operator's values.
     """
     variables = {
         "FAKE_CUDA_DEVICES": str(processes), "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(processes))),

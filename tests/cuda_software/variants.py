@@ -89,7 +89,7 @@ VARIANTS = {
     "fused": Variant(model="bert", optimizer={"fused": True}),
     "unclipped": Variant(max_norm=math.inf, optimizer={"foreach": True}),
 }
-TOLERANCES = {"fp16": 1e-4, "bf16": 5e-3, "wire bf16": 1e-4, "wire int8": 1e-4, "8 bits of bitsandbytes": 1e-3,
+TOLERANCES = {"fp16": 2e-4, "bf16": 5e-3, "wire bf16": 1e-4, "wire int8": 1e-4, "8 bits of bitsandbytes": 1e-3,
               "8 bits of torchao": 1e-3}  # fmt: skip
 """Of those whose kernels of 16 and 32 bits round otherwise on CUDA (`of_common_operators`). Where a gradient is near
 zero, Adam steps as far the other way if it has another sign; a sum of four in another order may take the next code of

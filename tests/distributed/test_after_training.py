@@ -16,6 +16,7 @@ from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.planner.presets import preset
 from hf_osdp.preparation.config import OSDPConfig
+from hf_osdp.sharding.gradients import local
 from tests.distributed.test_integration_trainer import LENGTH, arguments, tiny_model, tokens
 from tests.helpers.layouts import mixed_plan
 
@@ -63,7 +64,7 @@ def test_sharded_model_saves_and_generates_on_all_ranks_only(tmp_path):
         with pytest.raises(OSDPError, match=r"one rank's shards.*save_pretrained\(folder\) on every rank"):
             torch.save(saved, tmp_path / f"saved{rank}.pt")
     copied = copy.deepcopy(model.state_dict())
-    assert all(torch.equal(copied[name].to_local(), value.to_local()) for name, value in model.state_dict().items())
+    assert all(torch.equal(local(copied[name]), local(value)) for name, value in model.state_dict().items())
     process_group.ALL_CALL_S = 1.0
     if rank == 0:
         said = r"GPT2LMHeadModel.generate gathers a sharded model.*ranks \[0\] called it and, within 1 s, ranks \[1\] did not"  # noqa: E501
@@ -79,9 +80,7 @@ def test_sharded_model_saves_and_generates_on_all_ranks_only(tmp_path):
 def test_model_of_one_process_is_pickled_after_training(tmp_path):
     model = tiny_model()
     args = arguments(str(tmp_path), max_steps=1, per_device_train_batch_size=2)
-    Trainer(
-        model=model, args=args, train_dataset=tokens(), osdp=OSDPConfig(hardware=preset("cpu"), compare=False)
-    ).train()
+    Trainer(model=model, args=args, train_dataset=tokens(), osdp=OSDPConfig(hardware=preset("cpu"))).train()
     text = pickle.dumps(model)
     assert b"hf_osdp" not in text
     again = pickle.loads(text)
@@ -90,9 +89,7 @@ def test_model_of_one_process_is_pickled_after_training(tmp_path):
 
 @pytest.mark.on_ranks(2, shared=True)
 def test_accelerate_loop_ending_as_transformers_examples_saves_right_weights(tmp_path):
-    accelerator = OSDPAccelerator(
-        osdp=OSDPConfig(hardware=preset("cpu", devices_per_node=2), compare=False, strategy="fsdp")
-    )
+    accelerator = OSDPAccelerator(osdp=OSDPConfig(hardware=preset("cpu", devices_per_node=2), strategy="fsdp"))
     model = tiny_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = torch.utils.data.DataLoader(tokens(8), batch_size=2)

@@ -1,14 +1,39 @@
-"""All ranks run one plan, or all stop with the same error."""
+"""Ranks start alike, run one plan, say an error once and end together, or all stop with one line."""
 
 from __future__ import annotations
 
 import functools
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from hf_osdp.distributed.consensus import on_rank_zero
-from hf_osdp.errors import DescriptionError, HardwareError, InfeasibleError, OSDPError, PlanError, Remedy
+from hf_osdp import last_checkpoint
+from hf_osdp.checkpoint import writer
+from hf_osdp.distributed import consensus, restart, said_once
+from hf_osdp.distributed.consensus import on_rank_zero, require_same_run
+from hf_osdp.distributed.stop import EXIT_CODE, StopSignal
+from hf_osdp.errors import (
+    DescriptionError,
+    HardwareError,
+    InfeasibleError,
+    OSDPError,
+    PlanError,
+    PlanMismatchError,
+    Remedy,
+)
+from hf_osdp.planner.plan import Plan, UnitDecision
+from hf_osdp.preparation.config import OSDPConfig
+from hf_osdp.sharding.environment import form_process_group
+from hf_osdp.versions import package_versions
+from tests.helpers.distributed import ranks_of
+from tests.helpers.rank import as_script
 
 
 class OwnPlanError(PlanError):
@@ -66,3 +91,154 @@ def test_on_rank_zero_needs_no_group_in_one_process():
     assert on_rank_zero(lambda: 3) == 3
     with pytest.raises(KeyError):
         on_rank_zero(lambda: {}["missing"])
+
+
+@pytest.mark.parametrize(("rank", "local_rank", "waits_s"), [(0, 0, []), (1, 1, [10.0]), (8, 0, [5.0])])
+def test_ranks_print_errors_of_this_package_after_rank_zero(monkeypatch, capsys, rank, local_rank, waits_s):
+    for name, value in {"WORLD_SIZE": 16, "RANK": rank, "LOCAL_RANK": local_rank}.items():
+        monkeypatch.setenv(name, str(value))
+    waited_s: list[float] = []
+    monkeypatch.setattr(said_once.time, "sleep", waited_s.append)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    said_once.say_uncaught_once()
+    for error in (PlanError("the plan\nis damaged"), RuntimeError("not ours")):
+        try:
+            raise error
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+    ours, *others = capsys.readouterr().err.splitlines()
+    assert ours == "PlanError: the plan is damaged" and waited_s == waits_s
+    assert others[0].startswith("Traceback") and others[-1] == "RuntimeError: not ours"
+
+
+def form() -> int:
+    """Form the group, and use it. Returns the rank."""
+    form_process_group(needed=True)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == dist.get_world_size()
+    return dist.get_rank()
+
+
+@pytest.mark.on_ranks(2, init=False)
+def test_ranks_of_different_versions_stop_and_equal_ones_go_on():
+    rank, versions = form(), package_versions()
+    require_same_run(torch.nn.Linear(2, 2))
+    consensus.package_versions = lambda: {**versions, "torch": "1.0" if rank == 1 else versions["torch"]}
+    line = line_of()
+    assert line.startswith("Ranks are about to run different things: torch is") and "1.0 on rank 1. " in line
+
+
+@pytest.mark.on_ranks(2, init=False, timeout_s=30)
+def test_restart_forms_its_group_in_the_earlier_store():
+    """Two starts in one store of torchrun's: the second must not find addresses of the first."""
+    for _ in range(2):
+        form()
+        dist.destroy_process_group()
+
+
+@pytest.mark.on_ranks(2, init=False)
+def test_limit_noted_on_one_machine_reaches_all_ranks():
+    restart._noted_limit = lambda: 70 if os.environ["RANK"] == "1" else None
+    form()
+    assert restart.limit_after_oom(100) == 70
+
+
+PLANS = [
+    Plan(
+        world_size=3, strategy="osdp", units=(UnitDecision(fqn="", shard_size=3, reshard_after_forward=False),),
+        micro_batch_size=size,
+        accumulation_steps=1, model_fingerprint="abc",
+    )
+    for size in (1, 2)
+]  # fmt: skip
+
+
+def line_of(model: torch.nn.Module | None = None, asked: OSDPConfig | None = None, **more: object) -> str:
+    with pytest.raises(PlanMismatchError) as caught:
+        require_same_run(model or torch.nn.Linear(2, 2), *([asked] if asked else []), **more)
+    lines: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(lines, str(caught.value))
+    assert set(lines) == {lines[0]}, "all ranks say the same"
+    return lines[0]
+
+
+@pytest.mark.on_ranks(3, init=False)
+def test_ranks_about_to_run_different_things_stop_with_one_line():
+    rank = form()
+    odd = rank == 1
+    first, other = (plan.fingerprint for plan in PLANS)
+    model = "the model is Linear (2 tensors, 6 elements, "
+    lines = {
+        model: line_of(torch.nn.Linear(2, 2).to(torch.float64 if odd else torch.float32)),
+        ") on ranks 0, 2, Linear (2 tensors, 9": line_of(torch.nn.Linear(2, 3 if odd else 2)),
+        "device_type is 'cpu' on ranks 0, 2, 'cuda' on rank 1.": line_of(device_type="cuda" if odd else "cpu"),
+        f"plan is {first} on ranks 0, 2, {other} on rank 1.": line_of(plan=PLANS[odd]),
+        f"plan is {first} on ranks 0, 2, left out on rank 1.": line_of(plan=None if odd else PLANS[0]),
+        "strategy is 'osdp' on ranks 0, 2, 'ddp' on rank 1.": line_of(
+            asked=OSDPConfig(strategy="ddp" if odd else "osdp", memory_limit=2000 + rank, sequence_length=8 + rank)
+        ),
+    }
+    for part, line in lines.items():
+        assert line.startswith("Ranks are about to run different things: ") and part in line and "; " not in line
+    for same in (PLANS[0], f"{rank}.json"):
+        require_same_run(torch.nn.Linear(2, 2), plan=same)
+
+
+@pytest.mark.on_ranks(2, init=False)
+def test_gpus_of_two_kinds_stop_all_ranks():
+    rank = form()
+    torch.cuda.is_available, torch.cuda.current_device = lambda: True, lambda: 0
+    said = (
+        "Ranks are about to run different things: the device is {} on rank 0, {} on rank 1. Run the same program with"
+        " the same arguments"
+        " on every rank. Plans need devices of one kind; select them by CUDA_VISIBLE_DEVICES on each machine."
+    )
+    a100, v100 = "NVIDIA A100 with 40960 MiB", "Tesla V100-SXM2-16GB with 16212 MiB"
+    for name, memory, other in (
+        ("Tesla V100-SXM2-16GB", 17_000_000_000, v100),
+        ("NVIDIA A100", 39 * 2**30, "NVIDIA A100 with 39936 MiB"),
+        ("NVIDIA A100", 40 * 2**30 - 2**29, ""),  # nearly the same
+    ):
+        own = (
+            SimpleNamespace(name=name, total_memory=memory)
+            if rank
+            else SimpleNamespace(name="NVIDIA A100", total_memory=40 * 2**30)
+        )
+        torch.cuda.get_device_properties = lambda device, own=own: own
+        require_same_run(torch.nn.Linear(2, 2), device_type="cpu")
+        if other:
+            assert line_of(device_type="cuda") == said.format(a100, other)
+        else:
+            require_same_run(torch.nn.Linear(2, 2), device_type="cuda")
+
+
+def stopped_while_it_writes(folder: str) -> None:
+    form_process_group(needed=True)
+    complete = writer.complete
+
+    def slow(*args: object, **kwargs: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)  # as torchrun does where another rank has ended
+        time.sleep(0.5)
+        complete(*args, **kwargs)
+        print("complete")
+
+    writer.complete = slow
+    writes = writer.CheckpointWriter(in_background=True)
+    with StopSignal() as stop:
+        for step in range(10):
+            if step == 3 and dist.get_rank() == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if stop.agreed():
+                with writes.new(Path(folder) / f"checkpoint-{step}"):
+                    pass
+                break
+    stop.exit()
+
+
+def test_checkpoint_in_background_is_complete_before_any_rank_ends(tmp_path):
+    with ranks_of(as_script, 2, stopped_while_it_writes, str(tmp_path), init=False, timeout_s=30) as ranks:
+        while any(rank.poll() is None for rank in ranks):
+            time.sleep(0.01)
+        assert [(rank.returncode, rank.output) for rank in ranks] == [(EXIT_CODE, "complete\n"), (EXIT_CODE, "")]
+    assert last_checkpoint(tmp_path).name == "checkpoint-4"

@@ -1,16 +1,18 @@
-"""Two steps of many architectures under a mixed plan are those of one process, in float64."""
+"""Experts in groups and batch norms, in lower precision; `cases/architectures.py` trains many kinds in float64."""
 
 from __future__ import annotations
 
-import functools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 from transformers import TrainingArguments
 
+import hf_osdp
 from hf_osdp import OSDPConfig, Trainer
-from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import CheckpointingError
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
 from hf_osdp.measurement.block_times import TimedModel, measure_block_times
@@ -21,44 +23,14 @@ from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.training_job import Precision, TrainingJob
 from hf_osdp.sharding.environment import prepare_model
+from hf_osdp.sharding.gradients import total_norm
 from hf_osdp.tracing.describe import describe
-from tests.helpers.architectures import TINY, tiny_architecture, train_alone, train_by_plan
-from tests.helpers.distributed import run_ranks
+from tests.helpers.architectures import batch_of, loss_of, tiny_architecture
+from tests.helpers.checkpointed import whole, worst
 from tests.helpers.problems import problem
-from tests.helpers.training import Trained
+from tests.helpers.training import loop_of
 
-TOLERANCE = 1e-12
-KINDS = (
-    "DistilBertForMaskedLM", "T5ForConditionalGeneration", "BartForConditionalGeneration", "OPTForCausalLM",
-    "Qwen2ForCausalLM",
-    "GemmaForCausalLM", "MixtralForCausalLM", "ViTForImageClassification", "WhisperForConditionalGeneration",
-    "AlbertForMaskedLM",
-    "ResNetForImageClassification",
-)  # fmt: skip
-"""What GPT-2, BERT and Llama, which other tests train, do not show; more of the same kinds are slow."""
-
-
-def run_all(names: tuple[str, ...]) -> dict[str, Trained]:
-    meshes = Meshes("cpu")
-    results = {name: train_by_plan(name, meshes) for name in names}
-    for name, (plan, _) in results.items():
-        assert len({(unit.shard_size, unit.reshard_after_forward) for unit in plan.units}) > 1, name
-    return {name: trained for name, (_, trained) in results.items()} if dist.get_rank() == 0 else {}
-
-
-@functools.cache
-def results(slow: bool) -> dict[str, Trained]:
-    return run_ranks(
-        run_all, 2, tuple(name for name in TINY if (name not in KINDS) == slow), timeout_s=200, shared=True
-    )[0]
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in TINY]
-)
-def test_two_steps_equal_one_process(name):
-    errors = results(name not in KINDS)[name].worst_error(train_alone(name, 2))
-    assert max(errors.values()) < TOLERANCE, errors
+from .cases.architectures import EXPERTS
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])  # code is generated
@@ -132,7 +104,7 @@ def test_trainer_in_bf16_trains_a_model_with_frozen_norms(tmp_path):
     args = TrainingArguments(
         str(tmp_path), max_steps=1, per_device_train_batch_size=2, bf16=True, use_cpu=True, report_to="none"
     )
-    osdp = OSDPConfig(strategy="fsdp", hardware="cpu", time_blocks=False, compare=False)
+    osdp = OSDPConfig(strategy="fsdp", hardware="cpu", time_blocks=False)
     assert Trainer(model, args, train_dataset=rows, osdp=osdp).train().training_loss > 0
 
 
@@ -192,3 +164,29 @@ def test_batch_norms_that_share_a_weight_stay_together():
     units = find_units(torch.nn.ModuleDict({"blocks": blocks}), ["Sequential"], low_precision=True)
     names = [unit.module_names for unit in units]
     assert ("blocks.0.1", "blocks.1.1") in names and ("blocks.0.1",) not in names and ("blocks.1.1",) not in names
+
+
+@pytest.mark.on_ranks(4, shared=True)
+def test_whole_experts_are_read_written_and_clipped_between_steps():
+    """Two experts on four ranks are sharded along another dimension than 0."""
+    alone = EXPERTS.model()
+    model = loop_of(replace(EXPERTS, layout="zero3"))[0].model
+    batch = batch_of(model, 0)
+    for module in (model, alone):
+        loss_of(module, batch).backward()
+    named = {name: p for name, p in model.named_parameters() if "experts" in name}
+    assert {p.placements for p in named.values()} == {(Shard(1),)}
+    norms = [torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1) for module in (alone, model)]
+    clipped: Any = norms[1].full_tensor() if isinstance(norms[1], DTensor) else norms[1]
+    assert float(clipped) == pytest.approx(float(norms[0]), rel=1e-12)
+    assert float(total_norm([p.grad for p in model.parameters()])) == pytest.approx(0.1, rel=1e-4)
+    gradients = {name: p.grad for name, p in alone.named_parameters()}
+    assert worst({n: whole(p.grad) for n, p in named.items()}, {n: gradients[n] for n in named}) < 1e-12
+    with hf_osdp.full_parameters(model):
+        assert worst(dict(model.named_parameters()), dict(alone.named_parameters())) == 0
+        for parameter in model.parameters():
+            parameter.detach().mul_(2)
+    model.load_state_dict({n: p.detach() * 3 for n, p in alone.named_parameters() if "gate_up" in n}, strict=False)
+    for name, parameter in named.items():
+        factor = 3 if "gate_up" in name else 2
+        assert torch.equal(whole(parameter), factor * dict(alone.named_parameters())[name])

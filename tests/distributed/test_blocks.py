@@ -13,17 +13,17 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from hf_osdp import OptimalShardedDataParallel, OSDPConfig
 from hf_osdp.modeling import selective
+from hf_osdp.modeling.compiled import CompiledForward
 from hf_osdp.modeling.units import find_units
 from hf_osdp.modeling.wrapping import recompute
 from hf_osdp.planner.description import Recomputation
 from hf_osdp.planner.placement import Activations
 from hf_osdp.sharding.apply import apply_plan
-from hf_osdp.tracing.block_forms.compiled import CompiledForward
+from tests.helpers.checkpointed import whole
 from tests.helpers.layouts import plan_of
-from tests.helpers.models import SEQUENCE_LENGTH, tiny_batch, tiny_loss, tiny_model
-from tests.helpers.training import train_sharded
+from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+from tests.helpers.training import train_model
 
 SAVED = ("addmm#0", "addmm#1", "sigmoid#0")
 
@@ -44,10 +44,7 @@ def gradients_of(block: nn.Module) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     block(block(x)).square().sum().backward()
-    found = {
-        name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-        for name, p in block.named_parameters()
-    }
+    found = {name: whole(p.grad) for name, p in block.named_parameters()}
     return {**found, "x": x.grad}
 
 
@@ -80,25 +77,9 @@ def test_compiled_blocks_train_in_bf16_as_they_do_uncompiled():
             model, plan, units, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         )
         assert isinstance(model.transformer.h[0].forward, CompiledForward) is (layout == "compiled")
-        losses[layout] = torch.tensor(train_sharded(model, plan, steps=4).losses)
+        losses[layout] = torch.tensor(train_model(model, plan, steps=4).losses)
     torch.testing.assert_close(losses["compiled"], losses["mixed"], rtol=1e-2, atol=0.0)  # bf16 has 8 bits
     assert losses["mixed"].unique().numel() > 1, "it trains"
-
-
-@pytest.mark.slow  # code is generated for each trial
-@pytest.mark.on_ranks(2, timeout_s=400)
-def test_trials_of_compiled_plans_run_compiled():
-    """Trials run compiled, and leave a model that trains."""
-    options = {"sequence_length": SEQUENCE_LENGTH, "global_batch_size": 8, "hardware": "cpu", "strategy": "osdp"}
-    model = OptimalShardedDataParallel(
-        tiny_model("gpt2", dtype=torch.float32, layers=2),
-        OSDPConfig(**options, compile=True, recalibrate=True, memory_limit="1GiB"),
-    )
-    assert model.plan.compiled_classes == ("GPT2Block",) and model.rounds
-    assert all(r.plan.compiled_classes for r in model.rounds)
-    loss = model(**{name: rows[: model.plan.micro_batch_size] for name, rows in tiny_batch(0).items()}).loss
-    loss.backward()
-    assert loss.isfinite()
 
 
 @pytest.mark.slow  # code is generated
@@ -119,7 +100,7 @@ def test_compiled_blocks_train_on_varying_lengths_and_compile_twice():
             loss = tiny_loss(model, {name: value[:, :length] for name, value in rows.items()})
             loss.backward()
             losses[layout].append(loss.item())
-            norms[layout] = [parameter.grad.full_tensor().norm() for parameter in model.parameters()]
+            norms[layout] = [whole(parameter.grad).norm() for parameter in model.parameters()]
             compilations.append(counters["stats"]["unique_graphs"])
         if layout == "compiled":
             first, second, *later = compilations

@@ -1,18 +1,21 @@
-"""Checkpoints go over between plans, numbers of ranks and ways of writing, in float64."""
+"""Checkpoints go over between plans, numbers of ranks, ways of writing, slices and optimizers, in float64."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hf_osdp.checkpoint.resume import checkpoint_to_resume, last_checkpoint
+from hf_osdp.checkpoint.resume import checkpoint_to_resume
 from hf_osdp.checkpoint.states import load_loop
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.mesh import Meshes
@@ -20,51 +23,158 @@ from hf_osdp.errors import CheckpointError
 from hf_osdp.modeling.units import find_units
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.state import full_state_dict
-from tests.helpers.checkpointed import Leg, folders, run_leg, save_loop, trained_step, uninterrupted, worst
+from tests.helpers.checkpointed import groups_of, save_loop, trained_step, worst
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_model
 from tests.helpers.sampling import slow_but
+from tests.helpers.training import Case, Trained, alone, train
 
+from .cases import CASES, optimizers
+from .cases.architectures import EXPERTS, rprop
+from .cases.layouts import cut, halved, of, on_host, sliced
+
+
+def groups(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups_of(model), lr=1e-2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """A case that is saved and goes on, with other weights and learning rates until it is loaded."""
+
+    case: Case
+    legs: tuple[Mapping[str, Any], ...] = (
+        {"layout": "mixed"}, {"layout": "replicate", "world": 1, "sharded": False}, {"layout": "zero3"},
+    )  # fmt: skip
+    """What of the case is different, whether it is saved in shards, and whether in the background."""
+    exact: str = ""
+    """The optimizer of 32 bits, for states that a checkpoint rounds once more: less than quantizing itself changes."""
+    share: float = 0.5
+    """Of that change."""
+    slow: bool = True
+
+
+def low_bit(package: str, kind: str, share: float = 0.5, **options: Any) -> Chain:
+    exact = "" if kind in ("AdamWFp8", "AdEMAMix", "RMSprop") else kind.removesuffix("8bit").removesuffix("4bit")
+    tolerance = 1e-9 if package == "bitsandbytes" else 1e-6
+    return Chain(case=optimizers.quantized(package, kind, tolerance=tolerance), exact=exact, share=share, **options)
+
+
+HALF, ON_2 = {"prepare": None}, {"world": 2, "layout": "mixed"}
+WHOLE = ({}, {"world": 1, "change": None, "sharded": False}, {})
+GROUPS = Case(model=of("gpt2", layers=2), optimizer=groups, schedule=halved, steps=1)
+IN_SLICES = {slices: {"prepare": partial(cut, slices=slices)} for slices in (2, 4)}
 CHAINS = {
-    "4 replicated, 2 sharded, 1 alone, 4 of every kind": [
-        (4, Leg(steps=2, layout="replicate", in_background=True)),
-        (2, Leg(steps=2, layout="zero3", sharded=False)),
-        (1, Leg(steps=1, layout=None)),
-        (4, Leg(steps=2, layout="everything")),
-    ],
-    "4 in groups, 2 in slices, 1 in slices, 2 on the host": [
-        (4, Leg(steps=1, layout="hsdp", sharded=False)),
-        (2, Leg(steps=2, layout="mixed", slices=4)),
-        (1, Leg(steps=1, layout=None, slices=2, sharded=False)),
-        (2, Leg(steps=1, layout="everything", slices=2)),
-    ],
-}
+    "4 replicated, 2 sharded, 1 alone, 4 of every kind": Chain(
+        case=replace(GROUPS, steps=2), slow=False, legs=(
+            {"layout": "replicate", "world": 4, "in_background": True}, {"layout": "zero3", "sharded": False},
+            {"world": 0, "layout": None}, {"layout": "everything", "world": 4},
+        ),
+    ),
+    "4 in groups, 2 in slices, 1 in slices, 2 on the host": Chain(case=GROUPS, legs=(
+        {"layout": "hsdp", "world": 4, "sharded": False}, {**IN_SLICES[4]},
+        {"layout": "replicate", "world": 0, "sharded": False, **IN_SLICES[2]}, {"layout": "everything"},
+    )),
+    "in the background, whole, of every kind": Chain(
+        case=GROUPS, legs=({"in_background": True}, {"layout": "zero3", "sharded": False}, {"layout": "everything"}),
+    ),
+    "host": Chain(
+        case=replace(CASES["host"], steps=1), slow=False,
+        legs=({}, {"layout": "zero3", "change": on_host(3), "sharded": False}, {"world": 1}),
+    ),
+    "states on host": Chain(case=replace(CASES["states on host, mixed, AdamW"], steps=2, check=None), slow=False),
+    "muon": Chain(case=CASES["muon, mixed"], slow=False),
+    **{name: Chain(case=replace(CASES[name], check=None, steps=2), legs=WHOLE, slow=name == "torch's adafactor")
+       for name in ("adafactor", "torch's adafactor", "global norm")},
+    "slices": Chain(
+        case=sliced("gpt2", 4, steps=1),
+        legs=({}, {"prepare": sliced("gpt2", 2).prepare, "layout": "zero3", "sharded": False}, HALF),
+    ),
+    "few experts": Chain(
+        case=replace(EXPERTS, steps=1), legs=({}, {"layout": "hsdp", "sharded": False}, ON_2)
+    ),
+    "few experts by Rprop": Chain(
+        case=replace(EXPERTS, steps=1, optimizer=rprop), legs=({}, {"layout": "zero3"}, ON_2)
+    ),
+    "AdamWFp8": low_bit("torchao", "AdamWFp8", slow=False),
+    "AdamW8bit of torchao": low_bit("torchao", "AdamW8bit", share=1.0),
+    "AdamW4bit": low_bit("torchao", "AdamW4bit", share=1.0),
+    **{f"{kind} of bitsandbytes": low_bit("bitsandbytes", kind)
+       for kind in ("AdamW8bit", "AdEMAMix8bit", "RMSprop8bit", "AdEMAMix", "RMSprop")},
+}  # fmt: skip
+for _package in ("torchao", "bitsandbytes"):
+    _case = optimizers.quantized(_package, "AdamW8bit", width=72, steps=6)
+    CHAINS[f"other blocks of {_package}"] = Chain(
+        case=_case, legs=({"layout": "zero3"},), exact="AdamW", share=1.5, slow=_package == "torchao"
+    )
 
 
-def run_chain(parent: Path, chain: list[tuple[int, Leg]]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """One leg after the other, each in processes of its own."""
-    losses, weights = [], {}
-    places = folders(parent, [leg for _, leg in chain])
-    for number, (world, leg) in enumerate(chain):
-        arguments = (leg, places[number], places[number + 1], number)
-        ranks = [run_leg(*arguments)] if leg.layout is None else run_ranks(run_leg, world, *arguments, shared=True)
-        assert len({tuple(each) for each, _ in ranks}) == 1, "ranks disagree"
-        losses += ranks[0][0]
-        weights = ranks[0][1]
-        manifest = json.loads((Path(places[number + 1]) / "osdp_checkpoint.json").read_text())
-        assert manifest["world_size"] == (1 if leg.layout is None else world)
-    assert last_checkpoint(parent) == Path(places[-1])
-    assert [path.name for path in parent.glob(".*/*")] == ["training.json"]
-    return losses, weights
+def leg_of(name: str, number: int) -> tuple[Case, dict[str, bool]]:
+    """Return what a leg trains, and how it is saved."""
+    changes, ways = dict(CHAINS[name].legs[number]), ("sharded", "in_background")
+    how = {way: changes.pop(way) for way in ways if way in changes}
+    return replace(CHAINS[name].case, **changes), how
 
 
-@pytest.mark.parametrize("name", slow_but(CHAINS, daily=list(CHAINS)[:1]))
-def test_trajectory_goes_on_as_in_one_process(tmp_path, name):
-    losses, weights = run_chain(tmp_path, CHAINS[name])
-    want, want_weights = uninterrupted(len(losses))
-    assert max(abs(a - b) for a, b in zip(losses, want, strict=True)) < 1e-12
-    assert worst(weights, want_weights) < 1e-12
+def go_on(name: str, number: int, folder: str) -> Trained:
+    """Train a leg on this rank."""
+    case, how = leg_of(name, number)
+    return train(case, folder=folder, start=number * case.steps, **how)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * chain.slow) for name, chain in CHAINS.items()]
+)
+def test_training_goes_on_as_in_one_process(tmp_path, name):
+    chain, losses = CHAINS[name], []
+    if chain.case.needs:
+        pytest.importorskip(chain.case.needs)
+    for number in range(len(chain.legs)):
+        world, arguments = leg_of(name, number)[0].world, (name, number, str(tmp_path))
+        ranks = run_ranks(go_on, world, *arguments, timeout_s=200, shared=True) if world else [go_on(*arguments)]
+        losses += ranks[0].losses
+        manifest = json.loads((tmp_path / f"{len(losses)}" / "osdp_checkpoint.json").read_text())
+        assert manifest["world_size"] == max(1, world) and {one.losses for one in ranks} == {ranks[0].losses}
+    wanted, by_exact = (
+        alone(replace(chain.case, steps=len(losses), optimizer=make).alone)
+        for make in (chain.case.optimizer, exact_of(chain))
+    )
+    if not chain.exact:
+        tolerance = max(chain.case.tolerance, 1e-12)
+        assert losses == pytest.approx(wanted.losses, abs=tolerance)
+        assert worst(ranks[0].parameters, wanted.parameters) < tolerance
+    else:
+        found = [apart(each.parameters, wanted.parameters) for each in (ranks[0], by_exact)]
+        assert 0 < found[0] < chain.share * found[1]
+
+
+def exact_of(chain: Chain) -> Any:
+    return optimizers.low_bit(chain.case.needs, chain.exact) if chain.exact else chain.case.optimizer
+
+
+def apart(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    return sum(float((weights[name] - value).norm()) for name, value in others.items())
+
+
+@pytest.mark.parametrize("package", slow_but(("torchao", "bitsandbytes"), daily=("bitsandbytes",)))
+def test_states_of_32_bits_go_on_from_8(tmp_path, package):
+    pytest.importorskip(package)
+    arguments = (package, str(tmp_path))
+    assert run_ranks(of_32_bits, 2, *arguments, timeout_s=200, shared=True)[0] == {torch.float32: True}
+
+
+def of_32_bits(package: str, folder: str) -> dict[torch.dtype, bool]:
+    """Train 8 bits, and AdamW from their checkpoint; the dtypes of its states."""
+    eight = replace(optimizers.quantized(package, "AdamW8bit"), layout="mixed")
+    train(eight, folder=folder)
+    exact = replace(eight, optimizer=optimizers.low_bit(package, "AdamW"), layout="zero2", with_states=True)
+    states = train(exact, folder=folder, start=2).states
+    found = [v.dtype for name, v in states.items() if torch.is_tensor(v) and v.dim() and "gpt2" not in name]
+    return dict.fromkeys(found, True) if states else {}
+
+
+# ---- absent states, restarts, full disks
 
 
 def odd_states(folder: str) -> dict[str, object]:

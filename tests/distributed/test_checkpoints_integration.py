@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import shutil
 import signal
 from itertools import islice
 from pathlib import Path
@@ -12,9 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
-from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
+from accelerate.utils import (
+    load_fsdp_model,
+    load_fsdp_optimizer,
+    merge_fsdp_weights,
+    save_fsdp_model,
+    save_fsdp_optimizer,
+)
+from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 
+from hf_osdp.checkpoint.folders import MANIFEST_NAME
 from hf_osdp.checkpoint.resume import last_checkpoint
 from hf_osdp.checkpoint.states import load_model, load_optimizer, save_model, save_optimizer
 from hf_osdp.distributed.launcher import launched_rank, launched_world_size
@@ -32,7 +43,7 @@ from tests.distributed import test_integration_trainer as stock
 from tests.helpers.checkpointed import groups_of, worst
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import mixed_plan, plan_of
-from tests.helpers.models import tiny_batch, tiny_loss
+from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 from tests.helpers.models import tiny_model as core_model
 
 SHARDED, WHOLE = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
@@ -50,7 +61,7 @@ def trained(
         osdp = OSDPConfig(plan=plan, **options)
     else:
         hardware = preset("cpu", devices_per_node=world)
-        osdp = OSDPConfig(hardware=hardware, strategy=strategy or "osdp", compare=False, **options)
+        osdp = OSDPConfig(hardware=hardware, strategy=strategy or "osdp", **options)
     args = stock.arguments(
         folder, per_device_train_batch_size=stock.GLOBAL_BATCH // world, save_strategy="steps", save_steps=1,
         save_total_limit=4,
@@ -86,7 +97,7 @@ def in_turn(folder: str, cases: list[tuple]) -> list[tuple]:
 
 @pytest.mark.slow
 def test_trainer_resumes_under_other_plans_and_numbers_of_ranks(tmp_path):
-    want, weights = stock.train_one_process(str(tmp_path / "stock"))
+    want, weights, _ = stock.run_stock(stock.Training(), str(tmp_path / "stock"))
     first = run_ranks(in_turn, 2, str(tmp_path), [("first", None, SHARDED, None, {"async_save": True})], shared=True)[
         0
     ][0]
@@ -105,21 +116,6 @@ def test_trainer_resumes_under_other_plans_and_numbers_of_ranks(tmp_path):
         assert max(abs(a - b) for a, b in zip(losses, want["loss"][-steps:], strict=True)) < 1e-12
         assert worst(got, weights) < 1e-12
     assert stopped[2] == 4 and last_checkpoint(tmp_path / "stopped").name == "checkpoint-4"
-
-
-@pytest.mark.slow
-def test_trainer_goes_from_four_ranks_to_two_one_four(tmp_path):
-    want, weights = stock.train_one_process(str(tmp_path / "stock"))
-    four = run_ranks(in_turn, 4, str(tmp_path), [("four", None, SHARDED, "ddp", {})], init=False)[0][0]
-    two = run_ranks(
-        in_turn, 2, str(tmp_path), [("two", str(tmp_path / "four" / "checkpoint-2"), SHARDED, "fsdp", {})], init=False
-    )[0][0]
-    one = trained(str(tmp_path / "one"), str(tmp_path / "two" / "checkpoint-3"), WHOLE, None)
-    again = run_ranks(
-        in_turn, 4, str(tmp_path), [("again", str(tmp_path / "one" / "checkpoint-4"), WHOLE, None, {})], init=False
-    )[0][0]
-    for (losses, got, _), steps in ((four, 5), (two, 3), (one, 2), (again, 1)):
-        assert losses == pytest.approx(want["loss"][-steps:], abs=1e-12) and worst(got, weights) < 1e-12
 
 
 def looped(folder: str, legs: list[tuple]) -> list[list[float]]:
@@ -201,6 +197,10 @@ def exchanged(folder: str) -> dict[str, float]:
         load_fsdp_model(plugin, accelerator, other, str(ours))
         load_fsdp_optimizer(plugin, accelerator, its, other, str(ours))
         errors[f"{layout} to Accelerate"] = difference(model, optimizer, other, its)
+        if layout == SHARDED:
+            merge_fsdp_weights(str(ours / "pytorch_model_fsdp_0"), folder)  # accelerate merge-weights
+            if weights := full_state_dict(model):
+                errors["merged"] = worst(load_file(f"{folder}/model.safetensors"), weights)
         other, its = by_stock(2)
         save_fsdp_model(plugin, accelerator, other, str(theirs))
         save_fsdp_optimizer(plugin, accelerator, its, other, str(theirs))
@@ -247,4 +247,100 @@ def difference(model, optimizer, other, its) -> float:
 
 def test_states_go_from_and_to_plain_accelerate(tmp_path):
     errors = run_ranks(exchanged, 2, str(tmp_path), shared=True)[0]
-    assert len(errors) == 4 and set(errors.values()) == {0.0}, errors
+    assert len(errors) == 5 and set(errors.values()) == {0.0}, errors
+
+
+RATE_STEPS = 6
+
+
+def scheduled(folder: str, loads: tuple[str, ...], save: str, steps: int) -> list[float]:
+    """The rates after each load and step of a loop with a scheduler, which Accelerate steps for each process."""
+    world = launched_world_size()
+    accelerator = OSDPAccelerator(
+        osdp={"hardware": preset("cpu", devices_per_node=world), "strategy": "fsdp"}, cpu=True
+    )
+    model = tiny_model("gpt2", layers=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, RATE_STEPS * world)
+    plan = accelerator.plan(model, sequence_length=8, global_batch_size=4, optimizer=optimizer)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    rates = []
+    for load in loads:
+        accelerator.load_state(f"{folder}/{load}")
+        rates.append(optimizer.param_groups[0]["lr"])
+    for _ in range(steps):
+        for _ in range(plan.accumulation_steps):
+            with accelerator.accumulate(model):
+                accelerator.backward(tiny_loss(model, tiny_batch(0, part=launched_rank(), parts=world)))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert scheduler.get_last_lr() == rates[-1:]
+    accelerator.save_state(f"{folder}/{save}")
+    return rates
+
+
+def test_a_prepared_scheduler_goes_on_on_other_numbers_of_ranks(tmp_path, caplog):
+    folder = str(tmp_path)
+    first = scheduled(folder, (), "one", 2)
+    two = run_ranks(scheduled, 2, folder, ("one",), "two", 2, shared=True)
+    old = shutil.copytree(tmp_path / "two", tmp_path / "old") / MANIFEST_NAME
+    old.write_text(json.dumps(json.loads(old.read_text()) | {"global_batch_size": None}))
+    again = scheduled(folder, ("old", "two"), "again", 1)
+    want = [0.5e-2 * (1 + math.cos(math.pi * step / RATE_STEPS)) for step in range(RATE_STEPS)]
+    for rates, start in ((first, 1), (two[0], 2), (two[1], 2), (again[1:], 4)):
+        assert rates == pytest.approx(want[start : start + len(rates)], abs=1e-15)
+    assert (
+        "old was written by 2 processes, this run has 1, but the learning rate of CosineAnnealingLR continues from"
+        in caplog.text
+    )
+    assert caplog.text.count("was written by") == 1
+
+
+def by_two_optimizers(folder: str) -> dict[str, list[float]]:
+    """Losses after a checkpoint of each layout, and again once it is loaded; a block has its own optimizer."""
+    world = launched_world_size()
+    accelerator = OSDPAccelerator(
+        osdp={"hardware": preset("cpu", devices_per_node=world), "strategy": "fsdp"}, cpu=True
+    )
+    model = tiny_model("gpt2", layers=1, seed=world)
+    block = list(model.transformer.h.parameters())
+    rest = [parameter for parameter in model.parameters() if all(parameter is not other for other in block)]
+    optimizers = [torch.optim.AdamW(block, lr=1e-2), torch.optim.SGD(rest, lr=1e-1, momentum=0.9)]
+    accelerator.plan(model, sequence_length=8, global_batch_size=4, optimizer=optimizers[0])
+    model, *optimizers = accelerator.prepare(model, *optimizers)
+
+    def losses(steps: range) -> list[float]:
+        found = []
+        for step in steps:
+            loss = tiny_loss(model, tiny_batch(step, part=launched_rank(), parts=world))
+            accelerator.backward(loss)
+            found.append(accelerator.reduce(loss.detach(), "mean").item())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return found
+
+    found = {}
+    for start, layout in ((0, SHARDED), (6, WHOLE)):
+        if world > 1:
+            losses(range(start, start + 3))
+            accelerator.plugin.set_state_dict_type(layout)
+            accelerator.save_state(f"{folder}/{layout}")
+            found[layout] = losses(range(start + 3, start + 6))
+        accelerator.load_state(f"{folder}/{layout}")
+        found[f"{layout} again"] = losses(range(start + 3, start + 6))
+    return found
+
+
+def test_two_optimizers_of_one_model_resume_in_both_layouts(tmp_path):
+    for found in run_ranks(by_two_optimizers, 2, str(tmp_path), shared=True):
+        want = {layout: found[layout] for layout in (SHARDED, WHOLE)}
+        assert {layout: found[f"{layout} again"] for layout in want} == want
+    assert by_two_optimizers(str(tmp_path)) == {
+        f"{layout} again": pytest.approx(losses, abs=1e-12) for layout, losses in want.items()
+    }
+    for names in (("optimizer_0", "optimizer_1"), ("optimizer.bin", "optimizer_1.bin")):
+        layout = tmp_path / (SHARDED if names[0].endswith("0") else WHOLE)
+        assert all((layout / name).exists() for name in names)

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from hf_osdp.distributed import said_once
+from hf_osdp.distributed.mesh import Meshes
 from tests.helpers.distributed import RankFailure, run_ranks
 
 
@@ -35,7 +36,7 @@ def _die_on(rank):
 
 def _replaces() -> int:
     if dist.get_rank():
-        said_once.say_while_planning = None
+        said_once.say_once = None
     return os.getpid()
 
 
@@ -56,6 +57,16 @@ def test_shared_ranks_serve_until_one_fails_or_replaces_something():
     with pytest.raises(RankFailure):
         run_ranks(_fail_on, 2, 0, shared=True)
     assert not {*first, *third} & {*run_ranks(os.getpid, 2, shared=True)} and first != third
+
+
+def _threads_of_a_mesh() -> int:
+    Meshes("cpu").mesh(1)
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_groups_of_a_call_end_with_it():
+    counts = [run_ranks(_threads_of_a_mesh, 2, shared=True)[0] for _ in range(5)]
+    assert len(set(counts[1:])) == 1, counts
 
 
 @pytest.mark.parametrize("shared", [pytest.param(False, marks=pytest.mark.slow), True])

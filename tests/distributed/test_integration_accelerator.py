@@ -90,7 +90,7 @@ def planned(kind: str, micro: int, reduce: bool, checkpointing: bool = False, fr
     plugin = OSDPPlugin(
         osdp=OSDPConfig(plan=plan), activation_checkpointing=checkpointing, cpu_ram_efficient_loading=from_rank_zero
     )
-    accelerator = OSDPAccelerator(osdp_plugin=plugin, gradient_accumulation_steps=accumulation)
+    accelerator = OSDPAccelerator(fsdp_plugin=plugin, gradient_accumulation_steps=accumulation)
     loader = DataLoader(tokens()[: GLOBAL_BATCH * STEPS], batch_size=micro)
     model, optimizer, loader = accelerator.prepare(model, new_optimizer(model), loader)
     losses, norms = train_loop(accelerator, model, optimizer, loader)
@@ -117,12 +117,8 @@ def test_waiting_and_clipping_before_gradients_are_reduced_is_refused():
 # kind, micro-batch, reduce in each micro-step, activation checkpointing, weights on rank 0 only
 CASES = {
     1: [("gpt2", 4, False, False, False)],
-    2: [
-        ("gpt2", 2, True, False, False),
-        ("gpt2", 2, False, True, False),
-        ("bert", 4, True, False, True),
-    ],
-    4: [("gpt2", 1, False, False, False)],
+    2: [("gpt2", 2, False, True, False), ("bert", 4, True, False, True)],
+    4: [("gpt2", 1, False, False, False), ("gpt2", 1, True, False, False)],
 }
 
 
@@ -216,7 +212,7 @@ def test_evaluation_needs_no_optimizer():
 
 
 def prepare(loader: bool = True, optimizer_of=None, **changes) -> None:
-    options = {"hardware": preset("cpu", devices_per_node=2), "compare": False, "operator_splitting": False, **changes}
+    options = {"hardware": preset("cpu", devices_per_node=2), "operator_splitting": False, **changes}
     model = tiny_model()
     objects = [model, new_optimizer(optimizer_of or model), *([DataLoader(tokens(), batch_size=4)] if loader else [])]
     OSDPAccelerator(osdp=OSDPConfig(**options)).prepare(*objects)
@@ -225,9 +221,7 @@ def prepare(loader: bool = True, optimizer_of=None, **changes) -> None:
 def prepare_another_batch_size() -> None:
     """The loader for training does not match the plan; the one for evaluation, which does, does not help."""
     model = tiny_model()
-    accelerator = OSDPAccelerator(
-        osdp=OSDPConfig(hardware=preset("cpu", devices_per_node=2), compare=False, micro_batch_size=4)
-    )
+    accelerator = OSDPAccelerator(osdp=OSDPConfig(hardware=preset("cpu", devices_per_node=2), micro_batch_size=4))
     accelerator.plan(model, sequence_length=LENGTH, global_batch_size=8)
     accelerator.prepare(
         model, new_optimizer(model), DataLoader(tokens(), batch_size=3), DataLoader(tokens(), batch_size=4)
@@ -277,6 +271,6 @@ class RankZeroRows(torch.utils.data.IterableDataset):
 @pytest.mark.on_ranks(2, shared=True)
 def test_rank_without_samples_takes_the_length_that_others_found():
     hardware = preset("cpu", devices_per_node=2)
-    accelerator, model = OSDPAccelerator(osdp=OSDPConfig(hardware=hardware, compare=False), cpu=True), tiny_model()
+    accelerator, model = OSDPAccelerator(osdp=OSDPConfig(hardware=hardware), cpu=True), tiny_model()
     accelerator.prepare(model, new_optimizer(model), DataLoader(RankZeroRows(), batch_size=2))
     assert accelerator.planned_run.plan.sequence_length == LENGTH

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, TrainingArguments
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+from transformers.optimization import Adafactor
 
 from hf_osdp.distributed.launcher import launched_rank
-from hf_osdp.errors import PlanError
+from hf_osdp.errors import OSDPError, PlanError
 from hf_osdp.integrations.trainer import Trainer
+from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.presets import preset
 from hf_osdp.preparation.config import OSDPConfig
 from tests.helpers import models
 from tests.helpers.checkpointed import worst
 from tests.helpers.distributed import run_ranks
-from tests.helpers.layouts import mixed_plan
+from tests.helpers.layouts import mixed_plan, plan_of
 from tests.helpers.sampling import slow_but
+
+from .cases.optimizers import frozen
 
 STEPS, LENGTH, GLOBAL_BATCH = 5, 12, 8
 
@@ -90,50 +100,176 @@ def assert_close(got: dict[str, list[float]], want: dict[str, list[float]], tole
         assert worst <= tolerance, (name, worst, got[name], want[name])
 
 
-def trained_and_resumed_as_stock(
-    build: Callable[..., torch.nn.Module], args: TrainingArguments, stock: dict[str, list[float]]
-) -> PlannedTrainer:
-    """Train by a mixed plan, and again from the checkpoint of step 2, whose states are rounded once more."""
-    plan = mixed_plan(build(), 2, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=True)
-    trainer = PlannedTrainer(model=build(seed=0), args=args, train_dataset=tokens(), osdp=OSDPConfig(plan=plan))
-    trainer.train()
-    assert_close(history(trainer), stock, 1e-9)
-    again = PlannedTrainer(model=build(seed=1), args=args, train_dataset=tokens(), osdp=OSDPConfig(plan=plan))
-    again.train(resume_from_checkpoint=f"{args.output_dir}/checkpoint-2")
-    assert_close(history(again), {"loss": stock["loss"][2:]}, 1e-3)
-    return trainer
+def planned_osdp(build: Callable[..., torch.nn.Module], **options: Any) -> OSDPConfig:
+    """Return a mixed plan with micro-steps, or with options what a planner gets."""
+    if options:
+        return OSDPConfig(hardware=preset("cpu", devices_per_node=2), operator_splitting=False, **options)
+    plan = mixed_plan(build(), 2, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=False)
+    return OSDPConfig(plan=plan)
 
 
-def train_one_process(folder: str):
-    trainer = StockTrainer(
-        model=tiny_model(), args=arguments(folder, per_device_train_batch_size=GLOBAL_BATCH), train_dataset=tokens()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A training of the Trainer that logs and gets what the stock one does in one process."""
+
+    build: Callable[..., torch.nn.Module] = tiny_model
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    osdp: Mapping[str, Any] = field(default_factory=dict)
+    """What is planned for; a mixed plan otherwise."""
+    tolerance: float = 1e-12
+    resumes: float = 0.0
+    """The tolerance of the rest after a checkpoint, whose states may be rounded once more; 0: not tried."""
+    evaluates: bool = False
+    """Before training."""
+    averages: bool = False
+    """Whether a callback averages weights, and continues from the average."""
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    check: Callable[[PlannedTrainer], object] | None = None
+    needs: str = "torch"
+    slow: bool = True
+
+
+class Averages(TrainerCallback):
+    """Average weights in a whole copy, and continue from the average."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+
+    def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
+        self.average.update_parameters(model)
+        with torch.no_grad():
+            for parameter, mean in zip(model.parameters(), self.average.module.parameters(), strict=True):
+                parameter.copy_(mean)
+
+
+def eagerly() -> AbstractContextManager[Any]:
+    return torch.compiler.set_stance("force_eager")
+
+
+def gpt2(width: int, seed: int = 0) -> torch.nn.Module:
+    return models.tiny_model("gpt2", layers=2, width=width, seed=seed)
+
+
+def partly_frozen(seed: int = 0) -> torch.nn.Module:
+    return frozen(("transformer.h.1.", "transformer.h.2."), seed=seed)()
+
+
+def units_are_whole(trainer: PlannedTrainer) -> None:
+    trained = {unit.fqn for unit in find_units(trainer.model) if unit.trainable_numel}
+    assert all(unit.shard_size == 1 for unit in trainer.plan.units if unit.fqn in trained)
+    assert isinstance(getattr(trainer.optimizer, "optimizer", trainer.optimizer), Adafactor)
+
+
+def states_are_quantized(trainer: PlannedTrainer) -> None:
+    values = [value for states in trainer.optimizer.state.values() for value in states.values()]
+    assert not any(isinstance(value, DTensor) for value in values)
+    assert any(type(v).__name__.startswith("OptimState") or getattr(v, "dtype", None) is torch.uint8 for v in values)
+
+
+BITS = {"tolerance": 1e-9, "check": states_are_quantized}
+SMALL = {"strategy": "osdp", "sequence_length": LENGTH}
+EIGHT = {**BITS, "build": partial(gpt2, 128), "arguments": {"optim": "adamw_torch_8bit"}, "needs": "torchao"}
+FOUR = {**EIGHT, "arguments": {"optim": "adamw_torch_4bit"}}
+TRAININGS = {
+    "a mixed plan": Training(slow=False),
+    "fsdp, evaluates first": Training(osdp={"strategy": "fsdp"}, evaluates=True),
+    "adafactor": Training(
+        build=partly_frozen, arguments={"optim": "adafactor"}, osdp=SMALL, tolerance=1e-6, resumes=1e-6,
+        check=units_are_whole, slow=False,
+    ),
+    "adamw_torch_8bit": Training(**EIGHT, resumes=1e-3, within=eagerly),
+    "adamw_torch_8bit, compiled": Training(**EIGHT, resumes=1e-3),
+    "adamw_torch_8bit, evaluates first": Training(**EIGHT, within=eagerly, evaluates=True),
+    "adamw_torch_4bit, evaluates first": Training(**FOUR, within=eagerly, evaluates=True),
+    "adamw_bnb_8bit": Training(
+        **BITS, build=partial(gpt2, 256), arguments={"optim": "adamw_bnb_8bit"}, resumes=1e-3, needs="bitsandbytes"
+    ),
+    "averages": Training(averages=True, tolerance=1e-9),
+}  # fmt: skip
+
+
+def trained(kind: type, training: Training, folder: str, samples: int, seed: int, **more: Any) -> Any:
+    """Return a Trainer that has trained, and its callback."""
+    saves = {"save_strategy": "steps", "save_steps": 2} if training.resumes and kind is PlannedTrainer else {}
+    options = {"per_device_train_batch_size": samples, "per_device_eval_batch_size": samples, **saves}
+    callbacks = [Averages(training.build())] if training.averages else []
+    args = arguments(folder, **{**options, **training.arguments})
+    model = training.build(seed=seed)
+    trainer = kind(
+        model=model, args=args, train_dataset=tokens(), eval_dataset=tokens(16), callbacks=callbacks, **more
     )
-    trainer.train()
-    return history(trainer), {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+    return trainer, callbacks
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> tuple[dict[str, list[float]], dict[str, torch.Tensor]]:
-    """What the stock Trainer logs and gets in one process."""
-    return train_one_process(str(tmp_path_factory.mktemp("one")))
+def run_stock(training: Training, folder: str) -> tuple[dict[str, list[float]], dict[str, torch.Tensor], list[float]]:
+    """Train in one process."""
+    with training.within():
+        trainer, callbacks = trained(StockTrainer, training, folder, GLOBAL_BATCH, 0)
+        evaluated = [trainer.evaluate()["eval_loss"]] if training.evaluates else []
+        trainer.train()
+        evaluated += [trainer.evaluate()["eval_loss"]] if training.evaluates else []
+    averages = {f"average.{k}": v for callback in callbacks for k, v in callback.average.module.state_dict().items()}
+    weights = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+    return history(trainer), {**weights, **averages}, evaluated
 
 
-@pytest.mark.parametrize("reduce", [pytest.param(True, marks=pytest.mark.slow), False])
+def run_planned(name: str, folder: str) -> tuple[dict, dict, list[float], list[float]]:
+    """Train on this rank, whose weights are another's until they are broadcast, and once more from step 2."""
+    training = TRAININGS[name]
+    with training.within():
+        osdp = planned_osdp(training.build, **training.osdp)
+        seed = launched_rank() if not training.osdp else 0
+        trainer, callbacks = trained(PlannedTrainer, training, folder, GLOBAL_BATCH // 2, seed, osdp=osdp)
+        assert osdp.plan is None or trainer.args.per_device_train_batch_size == 2
+        evaluated = [trainer.evaluate()["eval_loss"]] if training.evaluates else []
+        trainer.train()
+        evaluated += [trainer.evaluate()["eval_loss"]] if training.evaluates else []
+        if training.check:
+            training.check(trainer)
+        found, weights = history(trainer), dict(trainer.accelerator.get_state_dict(trainer.model))
+        averages = {f"average.{k}": v for one in callbacks for k, v in one.average.module.state_dict().items()}
+        rest = []
+        if training.resumes:
+            again_osdp = replace(osdp, memory_limit="1GiB") if training.osdp else osdp
+            again, _ = trained(PlannedTrainer, training, folder, GLOBAL_BATCH // 2, 1, osdp=again_osdp)
+            again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+            rest = history(again)["loss"]
+    return found, {**weights, **averages}, evaluated, rest
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * one.slow) for name, one in TRAININGS.items()]
+)
+def test_planned_trainer_equals_the_stock_one(tmp_path, name):
+    training = TRAININGS[name]
+    pytest.importorskip(training.needs)
+    want, weights, losses = run_stock(training, str(tmp_path / "stock"))
+    (found, got, evaluated, rest), _ = run_ranks(
+        run_planned, 2, name, str(tmp_path / "planned"), init=False, timeout_s=280
+    )
+    assert_close(found, want, training.tolerance)
+    assert evaluated == pytest.approx(losses, abs=1e-6)
+    assert not rest or rest == pytest.approx(want["loss"][2:], abs=training.resumes)
+    assert len(rest) == (3 if training.resumes else 0)
+    if training.tolerance <= 1e-9 and "optim" not in training.arguments:
+        assert worst({name: got[name] for name in weights}, weights) <= training.tolerance
+    assert json.loads((tmp_path / "planned" / "osdp_report.json").read_text())
+
+
+class Stacks(TrainerCallback):
+    def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
+        torch.stack([parameter.detach().sum() for parameter in model.parameters()])
+
+
+@pytest.mark.slow
 @pytest.mark.on_ranks(2, init=False)
-def test_planned_trainer_equals_one_process(tmp_path, alone, reduce):
-    model = tiny_model(seed=launched_rank())
-    plan = mixed_plan(
-        model, 2, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=GLOBAL_BATCH // 4, reduce=reduce
-    )
-    args = arguments(str(tmp_path), per_device_train_batch_size=GLOBAL_BATCH // 2)
-    trainer = PlannedTrainer(model=model, args=args, train_dataset=tokens(), osdp=OSDPConfig(plan=plan))
-    assert args.per_device_train_batch_size == GLOBAL_BATCH // 2, "the caller's arguments were changed"
-    assert trainer.args.per_device_train_batch_size == 2
-    trainer.train()
-    assert_close(history(trainer), alone[0])
-    state = trainer.accelerator.get_state_dict(trainer.model)
-    if dist.get_rank() == 0:
-        assert worst(state, alone[1]) <= 1e-12 and json.loads((tmp_path / "osdp_report.json").read_text())
+def test_callback_that_mixes_shards_is_refused(tmp_path):
+    args = arguments(str(tmp_path), per_device_train_batch_size=4)
+    options = {"args": args, "train_dataset": tokens(), "osdp": planned_osdp(tiny_model)}
+    trainer = PlannedTrainer(model=tiny_model(), callbacks=[Stacks()], **options)
+    said = "^Code between steps mixes whole tensors with shards of weights; do this within `with hf_osdp.full_paramet"
+    with pytest.raises(OSDPError, match=said):
+        trainer.train()
 
 
 def in_float32(
@@ -216,7 +352,7 @@ def test_trainer_plans_from_its_arguments_and_leaves_them_alone(tmp_path):
 
 
 @pytest.mark.on_ranks(2, init=False)
-def test_wrong_world_and_forgotten_cpu_are_refused_before_writing(tmp_path):
+def test_wrong_world_optimizer_and_forgotten_cpu_are_refused(tmp_path):
     plan = mixed_plan(tiny_model(), 4, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=1, reduce=True)
     if not torch.cuda.is_available():  # processes would not see each other
         with pytest.raises(ValueError, match="use_cpu=True"):
@@ -226,29 +362,14 @@ def test_wrong_world_and_forgotten_cpu_are_refused_before_writing(tmp_path):
                 train_dataset=tokens(),
                 osdp=True,
             )
-    args = arguments(str(tmp_path / "out"), per_device_train_batch_size=4)
-    with pytest.raises(PlanError, match="The plan is for 4 processes, but 2 are running"):
-        Trainer(model=tiny_model(), args=args, train_dataset=tokens(), osdp=OSDPConfig(plan=plan))
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.fixture
-def stock_loss(tmp_path) -> float:
-    """Of an evaluation by the stock Trainer in one process, before training."""
-    args = arguments(str(tmp_path), per_device_eval_batch_size=8)
-    return StockTrainer(model=tiny_model(), args=args, eval_dataset=tokens(16)).evaluate()["eval_loss"]
-
-
-@pytest.mark.slow
-@pytest.mark.on_ranks(2, init=False)
-def test_evaluation_before_training_changes_nothing(tmp_path, alone, stock_loss):
-    args = arguments(str(tmp_path), per_device_train_batch_size=4, per_device_eval_batch_size=4)
-    osdp = OSDPConfig(hardware=preset("cpu", devices_per_node=2), strategy="fsdp")
-    trainer = PlannedTrainer(model=tiny_model(), args=args, train_dataset=tokens(), eval_dataset=tokens(16), osdp=osdp)
-    assert abs(stock_loss - trainer.evaluate()["eval_loss"]) < 1e-6
-    trainer.train()
-    assert_close(history(trainer), alone[0])
-    assert trainer.evaluate()["eval_loss"] < stock_loss
+    whole = replace(plan_of(find_units(tiny_model()), 2, "zero3"), sequence_length=LENGTH, micro_batch_size=4)
+    for said, given, optim in (
+        ("^The plan is for 4 processes, but 2 are running", plan, "adamw_torch"),
+        ("^adafactor needs whole parameters, and the plan has", whole, "adafactor"),
+    ):
+        args = arguments(str(tmp_path / "out"), per_device_train_batch_size=4, optim=optim)
+        with pytest.raises(PlanError, match=said):
+            Trainer(model=tiny_model(), args=args, train_dataset=tokens(), osdp=OSDPConfig(plan=given))
 
 
 def train_without_osdp(

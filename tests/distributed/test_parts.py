@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -20,10 +18,10 @@ from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import GatherSpan, UnitDescription
 from hf_osdp.planner.plan import UnitDecision
 from hf_osdp.sharding.apply import apply_plan, bottom_up, effective
-from hf_osdp.sharding.gradients import OSDPGradScaler, clip_grad_norm_
-from hf_osdp.sharding.optimizer_steps import parameter_names, rebind_parameters, release_parameters
+from hf_osdp.sharding.gradients import OSDPGradScaler, clip_grad_norm_, local
+from hf_osdp.sharding.optimizer_steps import step_on_shards
 from hf_osdp.sharding.state import broadcast_parameters, full_state_dict, load_full_state_dict
-from tests.helpers.checkpointed import worst
+from tests.helpers.checkpointed import whole, worst
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import MODELS, tiny_batch, tiny_loss, tiny_model
 from tests.helpers.read_back import read_back, verify_applied
@@ -31,18 +29,16 @@ from tests.helpers.sampling import slow_but
 from tests.helpers.training import MAX_NORM
 
 WORLD_SIZE = 4
-NORM_TYPES = (1.0, 2.0, math.inf)
 ADAMW = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 BLOCK = "transformer.h.{}.mlp.c_fc.weight"
 on_ranks = pytest.mark.on_ranks(WORLD_SIZE, shared=True)
 
 
-def sharded(meshes: Meshes, layout: str, *, model: torch.nn.Module | None = None, on_host: bool = False):
+def sharded(meshes: Meshes, layout: str, *, model: torch.nn.Module | None = None):
     """A model, its units and the plan that was applied."""
     model = model or tiny_model("gpt2")
     units = find_units(model)
     plan = plan_of(units, meshes.world_size, layout)
-    plan = replace(plan, units=tuple(replace(unit, on_host=on_host) for unit in plan.units))
     apply_plan(model, plan, units, meshes=meshes)
     return model, units, plan
 
@@ -54,89 +50,67 @@ def my_batch(step: int = 0) -> dict[str, torch.Tensor]:
 # ---- clipping
 
 
-@functools.cache
-def clipped_alone(norm_type: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    model = tiny_model("bert")
-    tiny_loss(model, tiny_batch(0)).backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, norm_type)
-    return norm, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 @on_ranks
 def test_clipping_equals_torch_on_whole_gradients():
-    meshes = Meshes("cpu")
+    meshes, alone = Meshes("cpu"), tiny_model("bert")
     models = {layout: sharded(meshes, layout, model=tiny_model("bert"))[0] for layout in ("mixed", "zero3")}
-    for (layout, model), norm_type in itertools.product(models.items(), NORM_TYPES):
-        model.zero_grad()
-        tiny_loss(model, my_batch()).backward()
+    for norm_type, (layout, model) in itertools.product((1.0, 2.0, math.inf), models.items()):
+        for each, batch in ((model, my_batch()), (alone, tiny_batch(0))):
+            each.zero_grad()
+            tiny_loss(each, batch).backward()
         norm = clip_grad_norm_(model.parameters(), MAX_NORM, norm_type)
-        wanted, grads = clipped_alone(norm_type)
-        assert norm.shape == () and norm.dtype == torch.float64 and torch.allclose(norm, wanted, rtol=1e-13, atol=0), (
-            layout,
-            norm_type,
-        )
-        assert (
-            worst({name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}, grads)
-            < 1e-14
-        )
+        wanted = torch.nn.utils.clip_grad_norm_(alone.parameters(), MAX_NORM, norm_type)
+        assert norm.shape == () and norm.dtype == torch.float64
+        assert torch.allclose(norm, wanted, rtol=1e-13, atol=0), (layout, norm_type)
+        found = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        assert worst(found, {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}) < 1e-14
 
 
 # ---- scaling
-
-
-def scaled_alone(options: dict[str, bool], unscale: bool) -> dict[str, torch.Tensor]:
-    """The steps without scaling in one process, the overflowing ones left out."""
-    model = tiny_model("gpt2")
-    optimizer = torch.optim.AdamW(list(model.parameters())[::-1], lr=1e-3, **options)
-    for step in (0, 2, 4):
-        optimizer.zero_grad()
-        tiny_loss(model, tiny_batch(step)).backward()
-        if unscale:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-    return model.state_dict()
 
 
 def overflow(model: torch.nn.Module, step: int) -> None:
     """An inf (or NaN) in one rank's shard: of a fully sharded unit, then of a group-sharded one."""
     block, rank, value = {1: (2, 3, math.inf), 3: (1, 1, math.nan)}.get(step, (0, -1, 0.0))
     if dist.get_rank() == rank:
-        model.get_parameter(BLOCK.format(block)).grad._local_tensor.view(-1)[0] = value
+        local(model.get_parameter(BLOCK.format(block)).grad).view(-1)[0] = value
 
 
-def scaled(meshes: Meshes, name: str, unscale: bool) -> tuple[list[float], list[bool], dict[str, torch.Tensor]]:
-    """Scale after each step, whether weights moved in it, and whole weights."""
-    model, _, _ = sharded(meshes, "mixed")
+@pytest.mark.parametrize(
+    ("name", "unscale"),
+    slow_but([("plain", True), ("foreach", False), ("fused", True)], daily=[("fused", True)]),
+)
+@on_ranks
+def test_scaler_skips_the_same_steps_on_every_rank(name, unscale):
+    """Before the second and fourth, one rank's shard overflows in a unit of another mesh than the first gradient's."""
+    model, alone = sharded(Meshes("cpu"), "mixed")[0], tiny_model("gpt2")
     # The last parameters are the root's, sharded in pairs: torch's own scaler would tell only the other rank of the
     # pair.
-    optimizer = torch.optim.AdamW(list(model.parameters())[::-1], lr=1e-3, **ADAMW[name])
+    optimizer, other = (
+        torch.optim.AdamW(list(each.parameters())[::-1], lr=1e-3, **ADAMW[name]) for each in (model, alone)
+    )
+    step_on_shards(optimizer, model)
     scaler = OSDPGradScaler(device="cpu", init_scale=1024.0, growth_interval=100)
-    scales, moved = [], []
+    scales = []
     for step in range(5):
-        optimizer.zero_grad()
         scaler.scale(tiny_loss(model, my_batch(step))).backward()
         overflow(model, step)
-        before = [p._local_tensor.clone() for p in model.parameters()]
         if unscale:
             scaler.unscale_(optimizer)
             clip_grad_norm_(model.parameters(), MAX_NORM)
         scaler.step(optimizer)
         scaler.update()
+        optimizer.zero_grad()
         scales.append(scaler.get_scale())
-        moved.append(any(not torch.equal(a, p._local_tensor) for a, p in zip(before, model.parameters(), strict=True)))
-    return scales, moved, full_state_dict(model)
-
-
-@pytest.mark.parametrize(
-    ("name", "unscale"),
-    slow_but([("plain", True), ("foreach", False), ("fused", True)], daily=[("foreach", False), ("fused", True)]),
-)
-@on_ranks
-def test_scaler_skips_the_same_steps_on_every_rank(name, unscale):
-    """Before the second and fourth, one rank's shard overflows in a unit of another mesh than the first gradient's."""
-    scales, moved, state = scaled(Meshes("cpu"), name, unscale)
-    assert scales == [1024, 512, 512, 256, 256] and moved == [True, False, True, False, True]
-    assert dist.get_rank() or worst(state, scaled_alone(ADAMW[name], unscale)) < 1e-12
+        if step % 2 == 0:
+            tiny_loss(alone, tiny_batch(step)).backward()
+            if unscale:
+                torch.nn.utils.clip_grad_norm_(alone.parameters(), MAX_NORM)
+            other.step()
+            other.zero_grad()
+        state = full_state_dict(model)
+        assert dist.get_rank() or worst(state, alone.state_dict()) < 1e-12, step
+    assert scales == [1024, 512, 512, 256, 256]
 
 
 def test_scaler_refuses_float16_gradients():
@@ -190,26 +164,24 @@ def test_one_process_is_not_sharded_and_has_no_precision_policy():
 
 
 @on_ranks
-def test_layout_reads_back_as_planned_and_changes_are_found():
+def test_changes_after_the_plan_are_found():
+    """`verify_applied`, which every case runs, can fail."""
     meshes = Meshes("cpu")
     model, units, plan = sharded(meshes, "mixed", model=tiny_model("bert"))
     verify_applied(model, plan, units)
-    read = read_back(model, units)
-    assert {one.shard_size for one in read} == {1, 2, 4}
-    assert {one.reshard_after_forward for one in read} == {
-        True,
-        False,
-    }
-    for one, planned, described in zip(read, plan.units, units, strict=True):
-        kept = not planned.reshard_after_forward or described.span is not GatherSpan.USE
-        assert (
-            one.shard_size, one.stage_size, one.reshard_after_forward,
-        ) == (planned.shard_size, planned.stage_size, not kept)  # fmt: skip
+    assert {one.shard_size for one in read_back(model, units)} == {1, 2, 4}
     with pytest.raises(PlanMismatchError, match="units differ"):
         verify_applied(model, plan_of(units, WORLD_SIZE, "zero3"), units)
-    tampered = next(
-        one.fqn for one in units if one.span is GatherSpan.USE and plan.decision(one.fqn).reshard_after_forward
+    with pytest.raises(PlanMismatchError, match=r"but the plan says '.*on host"):
+        verify_applied(model, replace(plan, units=tuple(replace(u, on_host=True) for u in plan.units)), units)
+    freed = (
+        one
+        for one in units
+        if one.span is GatherSpan.USE
+        and plan.decision(one.fqn).reshard_after_forward
+        and plan.decision(one.fqn).shard_size > 1
     )
+    tampered = next(freed).fqn
     model.get_submodule(tampered).set_reshard_after_forward(False)
     with pytest.raises(PlanMismatchError, match=rf"Unit '{tampered}' runs as .*keep.*\(1 of "):
         verify_applied(model, plan, units)
@@ -252,62 +224,38 @@ def test_plan_that_cannot_be_applied_is_refused_before_sharding():
     assert not any("FSDP" in type(module).__name__ for module in fresh.modules())
 
 
-# ---- optimizers, state
+# ---- state
 
 
 @on_ranks
-def test_optimizer_made_before_sharding_keeps_its_groups():
-    model = tiny_model("gpt2")
-    decay, rest = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
-    groups = [{"params": decay, "weight_decay": 0.25}, {"params": rest, "lr": 0.5, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-    names = parameter_names(model)
-    before = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-    release_parameters(optimizer, names)
-    sharded(Meshes("cpu"), "mixed", model=model)
-    rebind_parameters(optimizer, names, model)
-    new = parameter_names(model)
-    assert [[new[p] for p in group["params"]] for group in optimizer.param_groups] == before
-    tiny_loss(model, my_batch()).backward()
-    start = full_state_dict(model)
-    optimizer.step()
-    scheduler.step()
-    end = full_state_dict(model)
-    assert not [name for name in start if torch.equal(start[name], end[name])]
-    groups = [tuple(group[key] for key in ("lr", "weight_decay", "initial_lr")) for group in optimizer.param_groups]
-    assert groups == [(5e-4, 0.25, 1e-3), (0.25, 0.0, 0.5)]
-    with pytest.raises(OSDPError, match="has taken steps"):
-        rebind_parameters(optimizer, names, model)
-
-
-@on_ranks
-def test_full_state_equals_plain_model_and_loads_into_another_layout():
+def test_full_state_is_a_copy_with_ties_and_loads_into_another_layout():
     meshes, plain = Meshes("cpu"), tiny_model("bert")
     model, _, _ = sharded(meshes, "mixed", model=tiny_model("bert"))
     state = full_state_dict(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    tiny_loss(model, my_batch()).backward()
-    optimizer.step()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    ties = ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight")
     if dist.get_rank() == 0:
         assert worst(state, plain.state_dict()) == 0, "a later step changed the copies"
-        tiny_model("bert", seed=9).load_state_dict(state, strict=True)
-        assert (
-            state["cls.predictions.decoder.weight"].data_ptr()
-            == state["bert.embeddings.word_embeddings.weight"].data_ptr()
-        )
+        assert len({state[name].data_ptr() for name in ties}) == 1
     other, _, _ = sharded(meshes, "zero2", model=tiny_model("bert", seed=9))
     load_full_state_dict(other, state)
     again = full_state_dict(other)
     assert not again if dist.get_rank() else worst(again, state) == 0
+    without = {name: value for name, value in state.items() if "LayerNorm" not in name}
+    odd = {name: torch.zeros(2, 2) for name in state}
+    for said, wrong in (("missing .*, 0 unexpected", without), (r"has shape \(2, 2\), but the model.s has", odd)):
+        with pytest.raises(RuntimeError, match=said):
+            load_full_state_dict(other, wrong)
 
 
 @on_ranks
 def test_unequal_initial_weights_become_those_of_rank_0():
     rank, plain = dist.get_rank(), tiny_model("gpt2", seed=0)
     model, _, _ = sharded(Meshes("cpu"), "replicate", model=tiny_model("gpt2", seed=rank))
-    local = {name: p._local_tensor for name, p in model.named_parameters()}
-    assert all(torch.equal(local[name], p) for name, p in plain.named_parameters())
+    found = dict(model.named_parameters())
+    assert all(torch.equal(found[name], p) for name, p in plain.named_parameters())
     odd = torch.nn.Linear(3, 2).double()
     odd.register_buffer("flag", torch.tensor(rank == 0))
     odd.register_buffer("count", torch.tensor([rank], dtype=torch.int16))
@@ -326,32 +274,3 @@ def test_tensor_on_meta_on_one_rank_is_not_broadcast():
         model["new"].to("meta")
     broadcast_parameters(model)
     assert model["old"].weight.eq(1.0).all() and model["new"].weight.is_meta == (dist.get_rank() > 0)
-
-
-def freeze(model: torch.nn.Module) -> torch.nn.Module:
-    """Whole blocks, one with a single trainable bias, and the embedding that is shared with the head."""
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(
-            name.startswith(("transformer.h.2", "transformer.ln_f")) or name == "transformer.h.1.mlp.c_fc.bias"
-        )
-    return model
-
-
-def one_step(model: torch.nn.Module, batch: dict[str, torch.Tensor], clip: Any, max_norm: float) -> float:
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
-    tiny_loss(model, batch).backward()
-    norm = clip(model.parameters(), max_norm).item()
-    optimizer.step()
-    return norm
-
-
-@pytest.mark.parametrize("change", [freeze, None], ids=["frozen parameters", "every unit on the host"])
-@on_ranks
-def test_step_is_that_of_one_process(change):
-    alone, model = (change(tiny_model("gpt2")) if change else tiny_model("gpt2") for _ in range(2))
-    wanted = one_step(alone, tiny_batch(0), torch.nn.utils.clip_grad_norm_, 0.01)
-    model, units, plan = sharded(Meshes("cpu"), "mixed", model=model, on_host=change is None)
-    verify_applied(model, plan, units)
-    assert abs(one_step(model, my_batch(), clip_grad_norm_, 0.01) - wanted) < 1e-13
-    state = full_state_dict(model)
-    assert dist.get_rank() or worst(state, alone.state_dict()) < 1e-12

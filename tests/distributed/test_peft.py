@@ -1,4 +1,4 @@
-"""LoRA adapters through peft: trained under a plan as in one process, saved and loaded in peft's own format."""
+"""LoRA adapters through peft: planned for, saved and loaded in its own format; `cases/optimizers.py` trains them."""
 
 from __future__ import annotations
 
@@ -6,57 +6,23 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
 from datasets import Dataset
-from torch import nn
 from transformers import TrainingArguments, default_data_collator
 
 from hf_osdp import OSDPConfig, Trainer
 from hf_osdp.modeling.batch import training_batch
-from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planner.training_job import TrainingJob
-from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.tracing.describe import describe
-from tests.helpers.layouts import plan_of
 from tests.helpers.models import SAMPLES, SEQUENCE_LENGTH, VOCABULARY, tiny_batch, tiny_model
 from tests.helpers.problems import problem
-from tests.helpers.training import assert_trained_alike, train_sharded, train_whole
+
+from .cases.optimizers import TARGETS, with_adapters
 
 peft = pytest.importorskip("peft", reason="the extra peft is not installed")
 
 STEPS = 4
-TARGETS = {"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn", "c_fc"]}
-
-
-def adapted(name: str = "llama", dtype: torch.dtype = torch.float64) -> nn.Module:
-    """A tiny model with adapters whose matrices are both random, as after some training."""
-    base = tiny_model(name, dtype=dtype)
-    torch.manual_seed(1)
-    options = peft.LoraConfig(r=3, lora_alpha=6, target_modules=TARGETS[name], init_lora_weights=False)
-    return peft.get_peft_model(base, options, autocast_adapter_dtype=False).to(dtype).train()
-
-
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("llama", "everything"),
-        *(pytest.param("gpt2", layout, marks=pytest.mark.slow) for layout in ("everything", "compiled")),
-    ],
-)
-@pytest.mark.on_ranks(2, timeout_s=280, shared=True)
-def test_adapters_train_as_in_one_process(name, layout):
-    """Compiled blocks, too, with all that they may save."""
-    model, before = adapted(name), adapted(name).state_dict()
-    units = find_units(model)
-    plan = plan_of(units, dist.get_world_size(), layout)
-    apply_plan(model, plan, units)
-    assert bool(plan.compiled_classes) is (layout == "compiled")
-    trained = train_sharded(model, plan)
-    assert_trained_alike(trained, lambda: train_whole(adapted(name)))
-    changed = {key for key, value in trained.parameters.items() if not torch.equal(value, before[key])}
-    assert dist.get_rank() or changed == {key for key in before if "lora_" in key}
 
 
 def train_with_trainer(folder: str, checkpoint: str | None = None) -> list[float]:
@@ -73,7 +39,7 @@ def train_with_trainer(folder: str, checkpoint: str | None = None) -> list[float
     trainer = Trainer(
         model=model, args=args, train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
         data_collator=default_data_collator,
-        osdp=OSDPConfig(hardware="cpu", strategy="fsdp", compare=False),
+        osdp=OSDPConfig(hardware="cpu", strategy="fsdp"),
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(f"{folder}/adapters")
@@ -96,7 +62,7 @@ def test_adapters_are_saved_and_loaded_in_pefts_format(tmp_path):
 
 def test_frozen_parameters_change_the_plan():
     hardware, job = preset("cpu", devices_per_node=2), TrainingJob(global_batch_size=2)
-    plain, adapters = tiny_model("llama", dtype=torch.float32), adapted(dtype=torch.float32)
+    plain, adapters = tiny_model("llama", dtype=torch.float32), with_adapters("llama").float()
     whole, few = (
         describe(model, sequence_length=SEQUENCE_LENGTH, partial_recomputation=False) for model in (plain, adapters)
     )

@@ -18,7 +18,7 @@ STEPS_OF_2 = {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps
 
 
 def trainer(folder: object, osdp: dict[str, Any], **changes: Any) -> Trainer:
-    config = OSDPConfig(hardware=preset("cpu", devices_per_node=2), compare=False, operator_splitting=False, **osdp)
+    config = OSDPConfig(hardware=preset("cpu", devices_per_node=2), operator_splitting=False, **osdp)
     return Trainer(model=tiny_model(), args=arguments(str(folder), **changes), train_dataset=tokens(), osdp=config)
 
 

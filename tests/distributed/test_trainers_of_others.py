@@ -83,7 +83,7 @@ def test_estimated_peak_is_within_five_percent_of_the_measured_one(kind, tmp_pat
     )  # fmt: skip
     trainer = with_osdp(trainer_class)(
         model=model, args=args, train_dataset=Dataset.from_dict(columns), processing_class=_tokenizer(), **more,
-        osdp=OSDPConfig(compare=False),
+        osdp=OSDPConfig(),
     )  # fmt: skip
     trainer.train()
     if trainer.is_world_process_zero():

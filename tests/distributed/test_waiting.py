@@ -31,10 +31,11 @@ from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.compare import compare_strategies
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.preparation.preflight import merged_findings
-from tests.distributed.test_recalibrate import trained
+from tests.distributed.test_integration_trainer import arguments, tiny_model, tokens
 from tests.helpers import null_works
-from tests.helpers.checkpointed import Leg, built, save_loop
+from tests.helpers.checkpointed import save_loop
 from tests.helpers.distributed import RankFailure, run_ranks
+from tests.helpers.training import Case, loop_of
 
 TIMEOUT_S, WORK_S = 2.0, 3.0
 """Of the group's collectives, and what one rank does meanwhile."""
@@ -117,7 +118,8 @@ def test_ranks_wait_for_checkpoints(library, tmp_path, sharded, in_background):
     """One rank writes, hashes or reads long."""
     form(library)
     folder = tmp_path / "checkpoint-1"
-    model, optimizer, _plan = built(Leg(steps=0, layout="mixed"), 0)
+    loop, _ = loop_of(Case())
+    model, optimizer = loop.model, loop.optimizer
     writer = CheckpointWriter(in_background=in_background)
     save = partial(save_loop, writer, str(folder), model, optimizer, others={}, progress={"step": 1}, sharded=sharded)
     held = writer_module.HeldFileSystem if in_background else FileSystem
@@ -143,7 +145,9 @@ def test_ranks_wait_for_a_trainers_plan_and_model(library, tmp_path):
     hardware = preset("cpu", devices_per_node=2)
     osdp = OSDPConfig(hardware=hardware, memory_limit="4MiB", operator_splitting=False, compare=True)
     with slow(Trainer, "_save", 0), mock.patch("hf_osdp.preparation.find_plan.compare_strategies", compared):
-        *_, trainer = trained(str(tmp_path), osdp)
+        args = arguments(str(tmp_path), per_device_train_batch_size=4, max_steps=2)
+        trainer = Trainer(model=tiny_model(), args=args, train_dataset=tokens(), osdp=osdp)
+        trainer.train()
         trainer.save_model(str(tmp_path))
         dist.all_reduce(torch.ones(1))
     assert isinstance(trainer.accelerator, OSDPAccelerator) and (tmp_path / "model.safetensors").is_file()

@@ -1,35 +1,31 @@
-"""Fewer bits on the wire: what is decoded, ranks that stay equal, and exactness without rounding."""
+"""Fewer bits on the wire: what is decoded, and ranks that stay equal; `cases/steps.py` trains without rounding."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hf_osdp.distributed import wire as wire_module
-from hf_osdp.distributed.collectives import BackendTransport, listening
-from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.distributed.collectives import BackendTransport
 from hf_osdp.distributed.wire import Replicas, WireTransport, decode, encode
 from hf_osdp.errors import OSDPError, PlanMismatchError
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.hardware import Link
-from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.plan import UnitDecision
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.training_job import EXACT, formats_up_to
 from hf_osdp.planner.wire import PIECE_ELEMENTS, WireFormat
 from hf_osdp.preparation.config import OSDPConfig
-from hf_osdp.preparation.simulate import fake_process_group
-from hf_osdp.sharding.apply import apply_plan
-from tests.helpers.layouts import plan_of
-from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+from tests.helpers.fake_step import fake_process_group
+from tests.helpers.models import tiny_model
 from tests.helpers.read_back import read_back, verify_applied
 from tests.helpers.sampling import slow_but
-from tests.helpers.training import Trained, assert_trained_alike, train_alone, train_sharded
+from tests.helpers.training import Case, Loop, loop_of
 
-from .test_integration_trainer import PlannedTrainer, StockTrainer, arguments, assert_close, history, tokens
+from .test_integration_trainer import PlannedTrainer, Training, arguments, assert_close, history, run_stock, tokens
 
 BF16, INT8, INT4 = WireFormat
 WIDTH = 64
@@ -158,69 +154,19 @@ def test_error_in_an_all_reduce_between_replicas_comes_through():
         dist.all_reduce(torch.ones(1), group=Replicas(group=dist.group.WORLD, transport=Full()))
 
 
-def test_all_reduce_between_replicas_is_announced_to_who_measures():
-    heard = []
-
-    class Silent:
-        def all_reduce(self, *args: object) -> None:
-            assert heard
-
-    def listener(collective, group, nbytes):
-        heard.append((collective.value, group.size(), nbytes))
-        return nullcontext()
-
-    with fake_process_group(2), listening(listener):
-        dist.all_reduce(torch.ones(3), group=Replicas(group=dist.group.WORLD, transport=Silent()))
-    assert heard == [("all_reduce", 2, 12)]
-
-
 # ---- in training
 
 
-def wired(plan: Plan, wire: WireFormat) -> Plan:
+def wired(wire: WireFormat, number: int, unit: UnitDecision, _: object) -> dict[str, WireFormat | int]:
     """Two nodes of two; whole shards over all of them are gathered in two stages."""
-    units = []
-    for unit in plan.units:
-        staged = replace(unit, shard_size=4, stage_size=2) if unit.shard_size == 4 else unit
-        if staged.two_stage:
-            staged = replace(staged, gather_wire=wire if wire.for_parameters else INT8, reduce_wire=wire)
-        units.append(replace(staged, replica_wire=wire) if staged.shard_size == 2 else staged)
-    return replace(plan, units=tuple(units))
+    if unit.shard_size == 4:
+        gather = wire if wire.for_parameters else INT8
+        return {"stage_size": 2, "gather_wire": gather, "reduce_wire": wire}
+    return {"replica_wire": wire} if unit.shard_size == 2 else {}
 
 
-def applied(layout: str, wire: WireFormat, model_name: str = "gpt2", steps: int = 1) -> tuple[torch.nn.Module, Plan]:
-    model = tiny_model(model_name)
-    units = find_units(model)
-    plan = wired(
-        plan_of(units, dist.get_world_size(), layout, accumulation_steps=steps, reduce_every_micro_step=None), wire
-    )
-    apply_plan(model, plan, units, meshes=Meshes("cpu"))
-    verify_applied(model, plan, units)
-    return model, plan
-
-
-def as_it_is(values: torch.Tensor, codes: torch.Tensor, wire: WireFormat) -> None:
-    codes[: 8 * values.numel()].view(torch.float64).copy_(values)
-
-
-def back(codes: torch.Tensor, values: torch.Tensor, wire: WireFormat, *, add: bool = False) -> None:
-    found = codes[: 8 * values.numel()].view(torch.float64)
-    values.add_(found) if add else values.copy_(found)
-
-
-def exactly(layout: str, steps: int = 1) -> Trained:
-    """Train through the code path of codes, with float64 in their place."""
-    wire_module.encode, wire_module.decode = as_it_is, back
-    WireFormat.nbytes = lambda wire, elements: 8 * elements
-    model, plan = applied(layout, INT8, steps=steps)
-    assert any(unit.formats for unit in plan.units)
-    return train_sharded(model, plan)
-
-
-@pytest.mark.on_ranks(4, nodes=2)
-def test_without_rounding_the_same_code_path_trains_as_one_process():
-    for layout, steps in (("two_stage", 2), ("mixed", 2)):  # hsdp's groups are in mixed
-        assert_trained_alike(exactly(layout, steps), lambda steps=steps: train_alone("gpt2", accumulation_steps=steps))
+def applied(layout: str, wire: WireFormat) -> Loop:
+    return loop_of(Case(layout=layout, world=4, change=partial(wired, wire), max_norm=None))[0]
 
 
 def assert_same_on_all_ranks(name: str, tensor: torch.Tensor) -> None:
@@ -233,15 +179,11 @@ def assert_same_on_all_ranks(name: str, tensor: torch.Tensor) -> None:
 @pytest.mark.on_ranks(4, nodes=2, shared=True)
 def test_replicas_and_gathered_parameters_stay_equal_to_the_bit(wire):
     torch.set_default_dtype(torch.float32)
-    model, _ = applied("mixed", wire)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), []
+    loop = applied("mixed", wire)
     for step in range(9):
-        loss = tiny_loss(model, tiny_batch(step % 4, part=dist.get_rank(), parts=4))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
+        loop.step(step % 4)
+    assert loop.losses[-1] < loop.losses[0]
+    model = loop.model
     for name, parameter in model.named_parameters():
         assert_same_on_all_ranks(
             name, parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.data
@@ -254,30 +196,23 @@ def test_replicas_and_gathered_parameters_stay_equal_to_the_bit(wire):
 
 @pytest.mark.on_ranks(4, nodes=2, shared=True)
 def test_a_format_that_was_changed_after_the_plan_is_named():
-    model, plan = applied("two_stage", INT8)
-    units = find_units(tiny_model("gpt2"))
-    assert {one.gather_wire for one in read_back(model, units)} == {INT8}
-    exact = replace(plan, units=tuple(replace(unit, reduce_wire=BF16) for unit in plan.units))
+    loop, units = applied("two_stage", INT8), find_units(tiny_model("gpt2"))
+    assert {one.gather_wire for one in read_back(loop.model, units)} == {INT8}
+    exact = replace(loop.plan, units=tuple(replace(unit, reduce_wire=BF16) for unit in loop.plan.units))
     with pytest.raises(PlanMismatchError, match=r"gather in int8, reduce in int8'.*reduce in bf16"):
-        verify_applied(model, exact, units)
+        verify_applied(loop.model, exact, units)
 
 
 # ---- under the Trainer
 
 
-def gpt2() -> torch.nn.Module:
-    return tiny_model("gpt2", layers=2, width=WIDTH)
+def gpt2(**options: int) -> torch.nn.Module:
+    return tiny_model("gpt2", layers=2, width=WIDTH, **options)
 
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory) -> dict[str, list[float]]:
-    trainer = StockTrainer(
-        model=gpt2(),
-        args=arguments(str(tmp_path_factory.mktemp("one")), per_device_train_batch_size=8),
-        train_dataset=tokens(),
-    )
-    trainer.train()
-    return history(trainer)
+    return run_stock(Training(build=gpt2), str(tmp_path_factory.mktemp("one")))[0]
 
 
 @pytest.mark.on_ranks(2, nodes=2, init=False)

@@ -23,7 +23,7 @@ from .pages import DOCS, ROOT, page
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
 ELSEWHERE = "README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md recipes/README.md recipes/bert_large/README.md".split()
 TEXTS = (*(f"docs/{name}" for name in PAGES), *ELSEWHERE)
-EQUATION_PAGES = ("planner.md", "planner_search.md")
+EQUATION_PAGES = ("planner.md",)
 EQUATION = re.compile(r"^### (?P<title>.+)\n(?P<body>(?:(?!^#).*\n)*)", re.MULTILINE)
 FIELD = re.compile(r"^:(?P<name>Computed|Checked) by: (?P<value>.*(?:\n  .*)*)", re.MULTILINE)
 FENCE = re.compile(r"^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -126,7 +126,7 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title).strip().replace(" ", "-") for title in plain}
 
 
-PLANNING = re.compile(r"hf-osdp (plan|explain|compare|what-if|doctor) ")
+PLANNING = re.compile(r"hf-osdp (plan|explain|compare) ")
 BLOCKS = [
     [line.strip() for line in re.sub(r"\\\n\s*", " ", block["code"]).splitlines() if PLANNING.match(line.strip())]
     for name in TEXTS

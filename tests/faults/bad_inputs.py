@@ -1,23 +1,19 @@
-"""The rows of docs/bad_inputs.md and bad_inputs_files.md.
-
-`python -m tests.faults.bad_inputs` writes lines that differ anew.
-"""
+"""The rows of docs/data/bad_inputs.csv, which docs/troubleshooting.md shows."""
 
 from __future__ import annotations
 
+import csv
 import re
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from hf_osdp.errors import OSDPError
 
-PAGES = tuple(Path(__file__).parents[2] / "docs" / name for name in ("bad_inputs.md", "bad_inputs_files.md"))
+DATA = Path(__file__).parents[2] / "docs" / "data" / "bad_inputs.csv"
 FOLDER = "FOLDER"
 """Stands in a line for the folder in which the case runs."""
 BLANK = re.compile(r"‹[^›]*›")
-_ROW = re.compile(r"^\| (`+) ?(?P<given>.*?) ?\1 \| (?P<cell>(`+) ?(?P<line>.*?) ?\4) \|$")
 
 Give = Callable[[], object]
 """Gives the input; raises what the user is told."""
@@ -29,26 +25,21 @@ class NotRefused(AssertionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What the user wrote, as a page shows it, and what is said, with FOLDER and ‹...› for what differs."""
+    """What the user wrote, as the page shows it, and what is said, with FOLDER and ‹...› for what differs."""
 
     section: str
     given: str
-    line: str
+    said: str
 
     def matches(self, said: str, folder: Path) -> bool:
         """Whether this was said."""
-        fixed = (re.escape(part.replace(FOLDER, str(folder))) for part in BLANK.split(self.line))
+        fixed = (re.escape(part.replace(FOLDER, str(folder))) for part in BLANK.split(self.said))
         return re.fullmatch(".+".join(fixed), said) is not None
 
 
-def rows(page: str) -> Iterator[Row]:
-    """Every row of a page, in its order."""
-    section = ""
-    for line in page.splitlines():
-        section = line.removeprefix("## ") if line.startswith("## ") else section
-        if found := _ROW.match(line):
-            given, said = (found[name].replace("\\|", "|") for name in ("given", "line"))
-            yield Row(section=section, given=given, line=said)
+def rows() -> tuple[Row, ...]:
+    with DATA.open(encoding="utf-8", newline="") as file:
+        return tuple(Row(**row) for row in csv.DictReader(file))
 
 
 def give(row: Row, folder: Path) -> Give:
@@ -65,19 +56,3 @@ def refusal(give: Give) -> str:
     except (ValueError, OSDPError) as error:
         return str(error)
     raise NotRefused("nothing was raised")
-
-
-def main() -> None:
-    """Write lines of the pages that differ from what is said; blanks in them are to be put in again."""
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        for row in rows(text):
-            with tempfile.TemporaryDirectory() as name:
-                said = refusal(give(row, Path(name)))
-                if not row.matches(said, Path(name)):
-                    text = text.replace(row.line.replace("|", "\\|"), said.replace(name, FOLDER).replace("|", "\\|"))
-        page.write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -12,8 +12,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from hf_osdp.distributed.launcher import launched_rank
-from hf_osdp.distributed.process_group import check_ranks, launch_timeout_s
+from hf_osdp.distributed.process_group import prepare_group
 from hf_osdp.integrations.launch import launch_request
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
 from hf_osdp.integrations.trainer_arguments import requested_config
@@ -26,7 +25,7 @@ from hf_osdp.planner.split import OperatorSplit
 from hf_osdp.planner.training_job import Precision, TrainingJob
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.preparation.job import RunFolder
-from hf_osdp.preparation.preflight import check_model, not_writable, refuse_errors
+from hf_osdp.preparation.preflight import merged_findings, not_writable, split_ties
 from hf_osdp.sharding.optimizer import check_optimizer, spec_of_optimizer
 from hf_osdp.sharding.optimizer_steps import parameter_names, release_parameters, step_on_shards
 from tests.helpers.descriptions import transformer
@@ -60,8 +59,13 @@ def plain_loop(given: str, folder: Path) -> Give:
     return lambda: eval(given, names)
 
 
-READERS = {"RANK": launched_rank, "OSDP_LAUNCH_TIMEOUT_S": launch_timeout_s}
-TWO = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+TWO = {
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
 
 
 def launched(given: str, folder: Path) -> Give:
@@ -74,7 +78,7 @@ def launched(given: str, folder: Path) -> Give:
 
     def read() -> None:
         with mock.patch.dict(os.environ, {**TWO, name: value}):
-            READERS.get(name, check_ranks)()
+            prepare_group()
 
     return read
 
@@ -124,8 +128,7 @@ OPTIMIZERS: dict[str, Give] = {
 MODELS: dict[str, Give] = {
     'block_classes="LlamaDecoderLayer" for GPT-2': lambda: find_units(tiny_model("gpt2"), ["LlamaDecoderLayer"]),
     "parameters of complex numbers": lambda: find_units(nn.Sequential(*2 * [nn.Linear(2, 2, dtype=torch.complex64)])),
-    "a head that was replaced, and tie_word_embeddings=True": lambda: check_model(untied()),
-    "model.requires_grad_(False)": lambda: check_model(tiny_model("gpt2").requires_grad_(False)),
+    "a head that was replaced, and tie_word_embeddings=True": lambda: merged_findings([split_ties(untied())]),
     "global_batch_size=33 on 4 processes": lambda: TrainingJob(global_batch_size=33).micro_batch_sizes(4),
     "micro_batch_size=5 of 8 samples": lambda: TrainingJob(
         global_batch_size=32, micro_batch_size=5).micro_batch_sizes(4),
@@ -144,7 +147,7 @@ FOLDERS = {
 def output_folder(given: str, folder: Path) -> Give:
     """Where a run is to write."""
     (folder / "out").write_text("mine")
-    return lambda: refuse_errors([found for found in [not_writable(RunFolder(path=folder / FOLDERS[given]))] if found])
+    return lambda: merged_findings([not_writable(RunFolder(path=folder / FOLDERS[given]))])
 
 
 def optimizer(given: str, folder: Path) -> Give:

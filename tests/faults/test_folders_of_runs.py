@@ -8,7 +8,6 @@ import errno
 import fcntl
 import multiprocessing
 import os
-import shutil
 import threading
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 from filelock import FileLock, Timeout
 
 from hf_osdp.checkpoint import folders
-from hf_osdp.checkpoint.folders import PARTIAL, Manifest, _lock_path, lock_checkpoints, unlock_checkpoints
+from hf_osdp.checkpoint.folders import PARTIAL, _lock_path, lock_checkpoints, unlock_checkpoints
 from hf_osdp.checkpoint.resume import checkpoint_to_resume, last_checkpoint, recorded_manifest
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.errors import CheckpointError
@@ -62,28 +61,6 @@ def test_requeued_job_continues_and_a_later_job_does_not(tmp_path, monkeypatch):
     assert checkpoint_to_resume(tmp_path) is None
 
 
-@pytest.mark.parametrize("begins", [checkpoint_to_resume, lambda folder: None])
-def test_copied_checkpoints_of_another_first_training_are_not_its_own(tmp_path, monkeypatch, begins):
-    earlier(tmp_path / "other", monkeypatch)
-    launched(monkeypatch, "now")
-    begins(tmp_path / "run")
-    saved(tmp_path / "run" / "checkpoint-2")
-    shutil.copytree(tmp_path / "other" / "checkpoint-6", tmp_path / "run" / "checkpoint-6")
-    launched(monkeypatch, "now", restarts=1)
-    assert last_checkpoint(tmp_path / "run").name == "checkpoint-2"
-    assert checkpoint_to_resume(tmp_path / "run").name == "checkpoint-2"
-
-
-def test_training_that_is_resumed_by_hand_stays_one_training(tmp_path, monkeypatch):
-    earlier(tmp_path, monkeypatch)
-    training = Manifest.load(tmp_path / "checkpoint-6").training
-    launched(monkeypatch, "by hand")
-    assert checkpoint_to_resume(tmp_path, True).name == "checkpoint-6"
-    assert Manifest.load(saved(tmp_path / "checkpoint-8")).training == training is not None
-    launched(monkeypatch, "by hand", restarts=1)
-    assert checkpoint_to_resume(tmp_path, None).name == "checkpoint-8"
-
-
 @pytest.mark.parametrize("act", [checkpoint_to_resume, lock_checkpoints])
 def test_second_loop_in_a_new_folder_is_refused_before_saving(tmp_path, monkeypatch, act):
     monkeypatch.setattr(folders, "_LOCK_WAIT_S", 0.2)
@@ -116,27 +93,6 @@ def test_without_locks_a_line_says_so_and_leftovers_stay(tmp_path, monkeypatch, 
     assert f"{tmp_path} cannot be locked ({os.strerror(reason)}): let no other run write" in caplog.text
     unlock_checkpoints(tmp_path)
     assert left.exists()
-
-
-def test_lock_of_a_forked_process_is_its_parents(tmp_path):
-    lock_checkpoints(tmp_path)
-    forked = multiprocessing.get_context("fork").Process(target=lambda: unlock_checkpoints(tmp_path))
-    forked.start()
-    forked.join()
-    assert forked.exitcode == 0 and (tmp_path / PARTIAL / "lock").exists()
-    unlock_checkpoints(tmp_path)
-    assert not (tmp_path / PARTIAL).exists()
-
-
-def test_working_directory_that_was_deleted_does_not_stop_a_save(tmp_path, monkeypatch):
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    saved(tmp_path / "run" / "checkpoint-1")
-    assert last_checkpoint(tmp_path / "run").name == "checkpoint-1"
-    with pytest.raises(CheckpointError, match=r"checkpoint-1 cannot be written .*; give a folder that is writable"):
-        saved(Path("checkpoint-1"))
 
 
 def test_waiting_run_gets_its_lock_though_the_folder_is_removed(tmp_path):

@@ -8,15 +8,9 @@ import shutil
 import pytest
 import torch
 
-from hf_osdp import OSDPAccelerator, preset
-from hf_osdp.checkpoint.states import load_loop
-from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.errors import CheckpointError
-from hf_osdp.modeling.identity import optimizer_texts
-from tests.helpers.checkpointed import save_loop
 from tests.helpers.models import tiny_model
 from tests.helpers.sampling import slow_but
-from tests.unit.checkpoint.checkpoints import trained
 from tests.unit.integrations.test_checkpoints import names, planned
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -72,13 +66,6 @@ def test_step_that_no_training_took_is_damage(ended, tmp_path):
             trainer.train(resume_from_checkpoint=True)
 
 
-def test_nothing_left_to_train_is_said(ended, tmp_path, caplog):
-    shutil.copytree(ended / "checkpoint-2", tmp_path / "checkpoint-2")
-    planned(tmp_path, max_steps=1).train(resume_from_checkpoint=True)
-    assert "is of step 2, and this run ends after step 1: nothing is left to train" in caplog.text
-    assert "was saved with" not in caplog.text, "the settings are the same"
-
-
 CHANGED = {
     "learning_rate": ("0.01", "0.02"), "weight_decay": ("0.0", "0.1"), "lr_scheduler_type": ("linear", "cosine"),
     "n_head": ("4", "2"), "activation_function": ("'gelu_new'", "'relu'"),
@@ -100,36 +87,3 @@ def test_trainer_names_each_change_between_save_and_resume(ended, tmp_path, capl
     for name, (before, after) in CHANGED.items():
         assert f"{name} {before}" in saved and f"{name} {after}" in now, (saved, now)
     assert "dataset of 16 rows (" in saved and "it does not continue the same training" in now
-
-
-def test_loops_name_each_change_between_save_and_resume(tmp_path, caplog):
-    def loop(rate: float, decay: float, gamma: float) -> OSDPAccelerator:
-        accelerator = OSDPAccelerator(cpu=True, osdp={"hardware": preset("cpu", devices_per_node=1)})
-        model = tiny_model("gpt2", layers=1)
-        accelerator.plan(model, sequence_length=12, global_batch_size=2)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma)
-        accelerator.prepare(model, optimizer, schedule)
-        for _ in range(3):
-            schedule.step()
-        return accelerator
-
-    folder = str(tmp_path / "checkpoint-3")
-    loop(0.1, 0.0, 0.5).save_state(folder)
-    loop(0.1, 0.0, 0.5).load_state(folder)
-    assert "was saved with" not in caplog.text, "the rate before the schedule counts"
-    loop(0.2, 0.1, 0.7).load_state(folder)
-    line = changes_said(caplog)
-    assert "lr 0.1, weight_decay 0.0, schedule StepLR" in line
-    assert "this run has lr 0.2, weight_decay 0.1, schedule StepLR" in line
-    caplog.clear()
-    model, optimizer = trained()
-    writer = CheckpointWriter(settings=optimizer_texts(optimizer))
-    save_loop(writer, tmp_path / "plain", model, optimizer, others={}, progress={}, sharded=True)
-    load_loop(tmp_path / "plain", *trained(), others={})
-    assert "was saved with" not in caplog.text
-    model, optimizer = trained()
-    for group in optimizer.param_groups:
-        group["initial_lr"], group["weight_decay"] = 0.5, 0.3
-    load_loop(tmp_path / "plain", model, optimizer, others={})
-    assert "lr 0.5" in (line := changes_said(caplog)) and "weight_decay 0.3" in line

@@ -100,7 +100,7 @@ def _by_trainer(training: Training, folder: str, mark: Callable[[str], None]) ->
         use_cpu=True, report_to="none", disable_tqdm=True, learning_rate=1e-2, seed=1, logging_strategy="no",
         fsdp_config={"state_dict_type": "SHARDED_STATE_DICT" if training.sharded else "FULL_STATE_DICT"},
     )  # fmt: skip
-    osdp = OSDPConfig(hardware=preset("cpu", devices_per_node=2), async_save=training.in_background, compare=False)
+    osdp = OSDPConfig(hardware=preset("cpu", devices_per_node=2), async_save=training.in_background)
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = Trainer(model=model(), args=arguments, train_dataset=data, osdp=osdp)
     trainer.add_callback(_MarkSteps(mark))

@@ -95,19 +95,6 @@ def test_the_device_is_relieved_of_what_is_saved(way):
     assert 0.75 * (plain_left - left) < plain_peak - peak < plain_left - left
 
 
-def test_what_waits_lies_in_page_locked_memory():
-    pinned, stock = [], offloading._page_locked
-
-    def allocate(like: torch.Tensor) -> torch.Tensor:
-        memory = stock(like)
-        pinned.append(memory.is_pinned())
-        return memory
-
-    with offloading.host_memory(allocate):
-        gradients(changed(twelve_blocks(), offload), batch())
-    assert pinned and all(pinned)
-
-
 def test_copies_run_beside_forward_and_end_with_it():
     block = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(CUDA)
     computed = torch.cuda.Event()
@@ -158,20 +145,4 @@ def test_no_delay_changes_a_gradient_or_leaves_memory_behind(way):
         for columns in (256, 768, 1024):
             torch.full((*ids.shape, columns), float("nan"), device=CUDA)  # for those that read free memory
         assert all_equal(gradients(model, ids), wanted), f"step {step}"
-    assert allocated_bytes() == before
-
-
-@pytest.mark.parametrize("last", ["transformer.ln_f.weight", "transformer.h.11.mlp.c_proj.weight"])
-def test_backward_that_ends_early_leaves_no_memory_behind(last, way):
-    """Nothing of a block has come back, or what has is not all waited for."""
-    model, ids = changed(twelve_blocks(), way), batch()
-    gradients(model, ids)
-    gc.collect()  # earlier models
-    before = allocated_bytes()
-    for _ in range(5):
-        loss = loss_of(model, ids)
-        with torch.cuda.stream(offloading._copy_stream(CUDA, False)):
-            torch.cuda._sleep(LONGEST_SLEEP)
-        torch.autograd.grad(loss, model.get_parameter(last))
-        del loss
     assert allocated_bytes() == before

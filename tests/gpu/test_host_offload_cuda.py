@@ -28,11 +28,11 @@ from hf_osdp.sharding.state import (
     load_full_optimizer_state_dict,
     load_full_state_dict,
 )
-from hf_osdp.sharding.steps import batch_on, make_optimizer, train_step
 from hf_osdp.tracing.describe import describe
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 from tests.helpers.read_back import verify_applied
+from tests.helpers.steps import batch_on, make_optimizer, train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -1,35 +1,25 @@
-"""Tiny models of many architectures, and a short training of each by a plan, or in one process."""
+"""Tiny models of many architectures, and their batches."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import nn
 
-from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.units import find_units
-from hf_osdp.modeling.wrapping import has_running_statistics
 from hf_osdp.planner.description import UnitDescription
-from hf_osdp.planner.plan import Plan
-from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.tracing.describe import describe
 
-from .layouts import plan_of
-from .read_back import verify_applied
-from .training import Loss, Trained, train_sharded, train_whole
+from .training import Batches
 
 TOKENS = 12
 SAMPLES = 4
 """Samples of one optimizer step, over all ranks."""
-STEPS = 2
 
 _TEXT = {
     "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100,
@@ -108,7 +98,7 @@ def tiny_architecture(name: str, **changes: Any) -> nn.Module:
 
 
 @contextmanager
-def _no_float32() -> Iterator[None]:
+def no_float32() -> Iterator[None]:
     """Where Gemma's norm asks for float32, in which sums depend on their order in the 8th digit, it gets float64."""
     stock = torch.Tensor.float  # positions stay as they are
     torch.Tensor.float = lambda tensor: tensor.double() if tensor.is_floating_point() else stock(tensor)
@@ -152,36 +142,13 @@ def units_of(model: nn.Module) -> tuple[UnitDescription, ...]:
     return describe(model, sequence_length=TOKENS, block_classes=classes, recomputation=False).units
 
 
-def _with_statistics_of_the_first(parts: int) -> Loss:
-    """The loss of a batch in parts; the first alone moves batch norm's running statistics: rank 0's are saved."""
-    numbers = itertools.count()
+def batches_of(model: nn.Module) -> Batches:
+    """Return batches, of which the first part alone moves batch norm's running statistics: rank 0's are saved."""
 
-    def loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-        is_first = next(numbers) % parts == 0
+    def batch(step: int, *, part: int = 0, parts: int = 1) -> dict[str, Any]:
         for module in model.modules():
             if hasattr(module, "track_running_stats"):
-                module.track_running_stats = is_first
-        return loss_of(model, batch)
+                module.track_running_stats = part == 0
+        return batch_of(model, step, part=part, parts=parts)
 
-    return loss
-
-
-@_no_float32()
-def train_alone(name: str, world_size: int) -> Trained:
-    """The reference: one process, the whole batch; in the ranks' parts where batch norm has statistics of each."""
-    model = tiny_architecture(name)
-    parts = world_size if has_running_statistics(model) else 1
-    loss = _with_statistics_of_the_first(parts)
-    return train_whole(model, accumulation_steps=parts, loss_of=loss, batch_of=partial(batch_of, model), steps=STEPS)
-
-
-@_no_float32()
-def train_by_plan(name: str, meshes: Meshes | None = None) -> tuple[Plan, Trained]:
-    """The same on all ranks of the process group, with every layout in turn, and blocks that are recomputed or wait on
-    the host (not those with batch norm)."""
-    model = tiny_architecture(name)
-    units = units_of(model)
-    plan = plan_of(units, dist.get_world_size(), "mixed" if has_running_statistics(model) else "everything")
-    apply_plan(model, plan, units, meshes=meshes)
-    verify_applied(model, plan, units)
-    return plan, train_sharded(model, plan, loss_of=loss_of, batch_of=partial(batch_of, model), steps=STEPS)
+    return batch

@@ -69,15 +69,15 @@ def with_frozen(unit: UnitDescription) -> UnitDescription:
 
 
 def at_random(
-    seed: int, *, kinds: int, blocks: int, tied: bool = False, called: bool = False, recomputable: bool = False,
+    seed: int, *, kinds: int, blocks: int, tied: bool = False, recomputable: bool = False,
     stacks: bool = False, late: bool = False,
 ) -> ModelDescription:  # fmt: skip
     """A few blocks of `kinds` kinds in runs, with arbitrary bytes and times; the root may or may not come between.
 
-    `tied` adds weights that are shared by an embedding, a head, and sometimes something between; `called` the same as
-    a unit that is freed between its calls. `recomputable` blocks have costs for recomputation that have nothing to do
-    with their others, and can offload some of what they save, or more. `stacks` makes each parameter two matrices,
-    which more than two ranks shard along another dimension than 0. `late` lets some units end with the root.
+    `tied` adds weights that are shared by an embedding, a head, and sometimes something between. `recomputable` blocks
+    have costs for recomputation that have nothing to do with their others, and can offload some of what they save, or
+    more. `stacks` makes each parameter two matrices, which more than two ranks shard along another dimension than 0.
+    `late` lets some units end with the root.
     """
     dice = random.Random(seed)
     units = [_unit("", GatherSpan.STEP, {"root": (dice.randint(1, 40), dice.randint(1, 20))}, DType.FLOAT32)]
@@ -100,10 +100,9 @@ def at_random(
             segments[-1] = replace(segments[-1], recomputed=ways(*others), **last)
         if dice.random() < 0.1:
             segments.append(_random_segment(dice, 0))
-    if tied or called:
-        span = GatherSpan.CALLS if called else GatherSpan.STEP
-        shared = _unit("tied", span, {"tied.w": _random_shape(dice)}, DType.FLOAT32)
-        units.append(shared if called else replace(shared, shared=(("tied.w", "head.w"),)))
+    if tied:
+        shared = _unit("tied", GatherSpan.STEP, {"tied.w": _random_shape(dice)}, DType.FLOAT32)
+        units.append(replace(shared, shared=(("tied.w", "head.w"),)))
         between = [dice.randint(1, len(segments) - 1)] if dice.random() < 0.3 and len(segments) > 1 else []
         for place in (len(segments), *between, dice.choice([0, 1])):
             segments.insert(place, _random_segment(dice, len(units) - 1))

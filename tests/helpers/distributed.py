@@ -150,6 +150,10 @@ class _SharedRanks:
     def __init__(self, world_size: int, nodes: int):
         self.closing = ExitStack()
         self._folder = Path(self.closing.enter_context(tempfile.TemporaryDirectory(prefix="hf_osdp_calls_")))
+        for rank in range(world_size):
+            os.mkfifo(self._folder / f"bell{rank}")
+        self._bells = [os.open(self._folder / f"bell{rank}", os.O_RDWR) for rank in range(world_size)]
+        self.closing.callback(lambda: list(map(os.close, self._bells)))
         ranks = ranks_of(serve_calls, world_size, str(self._folder), timeout_s=_LONGEST_S, nodes=nodes)
         self._ranks, self._served = self.closing.enter_context(ranks), list[str]()
 
@@ -159,6 +163,8 @@ class _SharedRanks:
         written = [self._folder / f"done{number}.{rank}" for rank in range(len(self._ranks))]
         call = (timeout_s, dict(os.environ), pickle.dumps(fn), pickle.dumps(args))
         write(self._folder / f"call{number}", pickle.dumps(call))
+        for bell in self._bells:
+            os.write(bell, b".")
         _wait(self._ranks, timeout_s, done=lambda: all(path.exists() for path in written))
         if not all(path.exists() for path in written):
             error = _failure(self._ranks, timeout_s)

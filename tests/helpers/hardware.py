@@ -49,7 +49,7 @@ def host_of(memory_bytes: int, *, to_device: float, to_host: float, update: floa
 
 def take_preset() -> None:
     """Have this process plan for the preset `cpu` in place of measuring, which takes seconds."""
-    from hf_osdp.preparation import cache
+    from hf_osdp.preparation import run_profile
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    cache.measure_hardware = lambda **_: preset("cpu", devices_per_node=ranks)
+    run_profile.measure_hardware = lambda **_: preset("cpu", devices_per_node=ranks)

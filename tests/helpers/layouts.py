@@ -14,12 +14,6 @@ from hf_osdp.planner.plan import Plan, UnitDecision
 SAVED_CALLS = "addmm#0 addmm#2 mm#1 mm#4 bmm#1 attention#0 native_layer_norm#1 _softmax#0 div#1"
 SELECTIVE = Activations(recomputation=Recomputation(saved_calls=tuple(SAVED_CALLS.split())))
 """Outputs of some operators are saved, as far as a block has them."""
-BUDGETS = (
-    Activations.SAVE,
-    Activations.RECOMPUTE,
-    *(Activations(recomputation=Recomputation(budget=part)) for part in (0.28, 0.53)),
-)
-"""What compiled blocks may do."""
 LAYOUTS = ("replicate", "zero2", "zero3", "two_stage", "hsdp", "mixed", "everything", "compiled")
 
 
@@ -74,7 +68,7 @@ def _decision(unit: UnitDescription, index: int, world_size: int, layout: str) -
         "replicate": (1, True, 1), "zero2": (world_size, False, 1), "zero3": (world_size, True, 1),
         "two_stage": (world_size, True, group), "hsdp": (group, True, 1), **dict.fromkeys(LAYOUTS[5:], mixed),
     }[layout]  # fmt: skip
-    kinds = BUDGETS if layout == "compiled" else (*Activations.BASIC, SELECTIVE)
+    kinds = Activations.BASIC[:2] if layout == "compiled" else (*Activations.BASIC, SELECTIVE)
     changes = layout in ("everything", "compiled")
     activations = kinds[index % len(kinds)] if changes and _is_block(unit) else Activations.SAVE
     return UnitDecision(

@@ -8,6 +8,7 @@ process would be after the same imports.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import importlib
 import itertools
@@ -31,7 +32,7 @@ SLOW_PACKAGES = (
     "torch.distributed.checkpoint", "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama", "transformers.trainer", "datasets", "pytest",
     "hf_osdp.integrations.plain_loop",
-    "hf_osdp.integrations.trainer", "hf_osdp.cli.app",
+    "hf_osdp.integrations.trainer", "hf_osdp.cli.app", "ortools.sat.python.cp_model", "pydantic", "torch.profiler",
 )  # fmt: skip
 """What ranks import, which takes one some seconds."""
 _WATCHED = ("torch", "torch.cuda", "torch.distributed", "torch.optim", "random")
@@ -129,19 +130,20 @@ def _call(task: dict[str, Any]) -> Any:
 
 
 def serve_calls(folder: str) -> None:
-    """Call, on each of several ranks, the functions in `call0`, `call1`, ... of the folder as they come, and write
-    `done0.<rank>`, ... after each: the result, and whatever the function has replaced. An error ends the rank.
+    """Call, on each of several ranks, the functions in `call0`, `call1`, ... of the folder as the bell rings, and
+    write `done0.<rank>`, ... after each: the result, and whatever the function has replaced. An error ends the rank.
     """
     import torch
     import torch.distributed as dist
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
+    end_groups = _share_meshes()
     rank, random_state, folder_before, own = dist.get_rank(), torch.get_rng_state(), os.getcwd(), dict(os.environ)
+    bell = os.open(Path(folder) / f"bell{rank}", os.O_RDWR)
     for number in itertools.count():
         faulthandler.cancel_dump_traceback_later()
-        while not (path := Path(folder) / f"call{number}").exists():
-            time.sleep(0.005)
-        timeout_s, environment, fn, args = pickle.loads(path.read_bytes())
+        os.read(bell, 1)  # a dozen ranks that looked for files would take a core
+        timeout_s, environment, fn, args = pickle.loads((Path(folder) / f"call{number}").read_bytes())
         faulthandler.dump_traceback_later(timeout_s, exit=True)
         if number == 0:  # what makes a rank of it stays
             own = {name: value for name, value in own.items() if environment.get(name) != value}
@@ -156,6 +158,7 @@ def serve_calls(folder: str) -> None:
         before = _replaceable()
         result = pickle.dumps(call(*pickle.loads(args)))
         dist.barrier()
+        end_groups()
         gc.collect()
         after = _replaceable()
         # torch wraps `step` of a class of optimizers when the first of them is made.
@@ -178,6 +181,33 @@ def _forget() -> None:
             getattr(sys.modules[module], name).clear()
     if module := sys.modules.get("hf_osdp.planner.search.search"):
         module._searched.cache_clear()
+
+
+def _share_meshes() -> Callable[[], None]:
+    """Let calls have the meshes of earlier calls, which torch keeps in what it works out for operators; return what
+    destroys all other groups that a call has formed: each has threads.
+    """
+    import torch.distributed as dist
+
+    from hf_osdp.distributed import mesh
+
+    kept: set[dist.ProcessGroup] = set()
+    form = functools.cache(mesh.init_device_mesh)
+
+    def formed(*args: Any, **kwargs: Any) -> Any:
+        found = form(*args, **kwargs)
+        kept.update(found.get_all_groups())
+        return found
+
+    mesh.init_device_mesh = formed
+
+    def end_others() -> None:
+        _forget()
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD and group not in kept:
+                dist.destroy_process_group(group)
+
+    return end_others
 
 
 def _replaceable() -> dict[str, dict[str, Any]]:
@@ -208,7 +238,7 @@ def _replaceable() -> dict[str, dict[str, Any]]:
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "SIGTERM": signal.getsignal(signal.SIGTERM),
             **hooks,
-        },
+        }
     }
     for name, module in list(sys.modules.items()):
         if name in _WATCHED or name.startswith(("hf_osdp", "tests.")):

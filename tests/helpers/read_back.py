@@ -20,6 +20,7 @@ from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.wire import Wires
 from hf_osdp.sharding.apply import effective
 from hf_osdp.sharding.host import place_of
+from hf_osdp.sharding.replicas import Parameters, replicas_of
 
 
 def verify_applied(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> None:
@@ -50,16 +51,28 @@ def read_back(model: nn.Module, units: tuple[UnitDescription, ...]) -> tuple[Uni
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
                 named[id(module), leaf] = names.setdefault(id(parameter), f"{name}.{leaf}".lstrip("."))
-    return tuple(_read_unit(unit, modules[unit.module_names[0]], named) for unit in units)
+    replicas = replicas_of(model)
+    plain = [] if replicas is None else replicas.parameters
+    return tuple(_read_unit(unit, modules[unit.module_names[0]], named, plain) for unit in units)
 
 
-def _read_unit(unit: UnitDescription, module: nn.Module, named: dict[tuple[int, str], str]) -> UnitDecision:
+def _read_unit(
+    unit: UnitDescription, module: nn.Module, named: dict[tuple[int, str], str], plain: list[Parameters]
+) -> UnitDecision:
     world, expected, groups = world_size(), _managed_names(unit), parameter_groups(module)
     if not expected:
         return UnitDecision(fqn=unit.fqn, shard_size=world, reshard_after_forward=False)
     activations = activations_of(module)
     if world == 1 and not groups:  # plain parameters, see `apply_plan`
         return UnitDecision(fqn=unit.fqn, shard_size=1, reshard_after_forward=False, activations=activations)
+    if own := [one for one in plain if one.label == unit.label and not groups]:
+        held = {named[id(owner), leaf] for one in own for (owner, leaf), *_ in one.places}
+        _require(held >= expected, f"Unit {unit.label!r} lacks {sorted(expected - held)[:1]}")
+        wires = {None if one.encoded is None else one.encoded.func.__self__.wire for one in own}
+        _require(len(wires) == 1, f"Unit {unit.label!r} is reduced in several formats")
+        return UnitDecision(
+            fqn=unit.fqn, shard_size=1, reshard_after_forward=False, replica_wire=wires.pop(), activations=activations
+        )
     _require(len(groups) == 1, f"Unit {unit.label!r} has {len(groups)} FSDP2 parameter groups instead of one")
     group, mesh = groups[0], groups[0].mesh_info.mesh
     held = {named.get((id(module), leaf), "") for module, leaf in (owners(p)[0] for p in group.fsdp_params)}
@@ -80,7 +93,7 @@ def _require(holds: bool, otherwise: str) -> None:
 def _visible(planned: UnitDecision, module: nn.Module) -> UnitDecision:
     """Return what `read_back` can see of a decision: not micro-steps, the optimizer, or freeing a plain unit."""
     shown = replace(planned, reduce_every_micro_step=True, states_on_host=False)
-    plain = world_size() == 1 and not planned.away and not parameter_groups(module)
+    plain = planned.shard_size == 1 and not planned.away and not parameter_groups(module)
     return replace(shown, reshard_after_forward=False) if plain else shown
 
 

@@ -18,8 +18,8 @@ from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.split import WHOLE_BLOCKS, ModelSplit
 from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.wire import WireFormat
-from hf_osdp.preparation.simulate import Simulation, simulate
 from hf_osdp.tracing.describe import describe
+from tests.helpers.fake_step import Simulation, simulate
 
 LAYOUTS = ("ddp", "zero2", "zero3", "two_stage", "hsdp", "mixed")
 
@@ -118,18 +118,22 @@ class Trial:
         return ", ".join(f"{f.name} {shown[f.name]}" for f in fields(self) if values[f.name] != f.default)
 
     @property
+    def _precision(self) -> Precision:
+        return Precision.named(self.precision, autocast=self.world == 1 and not any(self.on_host))
+
+    @property
     def description(self) -> ModelDescription:
         return _described(
-            self.model, sequence_length=self.length, compute_dtype=Precision.named(self.precision).compute,
-            device_type=self.device_type, split=self.split, activation_checkpointing=self.checkpointing,
-            partial_recomputation=False,
+            self.model, sequence_length=self.length, compute_dtype=self._precision.compute,
+            autocast=self._precision.autocast, device_type=self.device_type, split=self.split,
+            activation_checkpointing=self.checkpointing, partial_recomputation=False,
             recomputation=any(activations is not Activations.SAVE for activations in self.activations),
         )  # fmt: skip
 
     @property
     def job(self) -> TrainingJob:
         return TrainingJob(
-            global_batch_size=self.world * self.samples * self.steps, precision=Precision.named(self.precision),
+            global_batch_size=self.world * self.samples * self.steps, precision=self._precision,
             optimizer=OptimizerSpec(step=self.optimizer), holds_outputs=self.holds_outputs,
         )  # fmt: skip
 
@@ -148,7 +152,7 @@ class Trial:
             shards = found[index].shard_size
             sends_to = {"gather_wire": shards, "reduce_wire": shards, "replica_wire": self.world // shards}
             found[index] = replace(
-                found[index], reduce_every_micro_step=not hold or unit.span is GatherSpan.CALLS, on_host=away,
+                found[index], reduce_every_micro_step=not hold, on_host=away,
                 states_on_host=bool(states and unit.trainable_numel and not away),
                 **{name: wire for name, wire in wires.items() if sends_to[name] > 1},
             )  # fmt: skip

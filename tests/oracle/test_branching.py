@@ -1,36 +1,57 @@
 """The branch and bound finds what CP-SAT proves of the whole program, and leaves out nothing that is better."""
 
 import itertools
+import random
 from dataclasses import replace
 from functools import cache
 
 import pytest
 
+from hf_osdp.errors import HardwareError
+from hf_osdp.planner.affine import Affine
+from hf_osdp.planner.description import Segment
+from hf_osdp.planner.hardware import Backend
 from hf_osdp.planner.presets import preset
+from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search import solver
+from hf_osdp.planner.search.candidates import Candidate
 from hf_osdp.planner.search.integer_model import IntegerModel
 from hf_osdp.planner.search.pattern import Pattern
 from hf_osdp.planner.search.program import Program
 from hf_osdp.planner.search.search import least_memory, search
-from hf_osdp.planner.search.solver import BranchAndBound, any_within
 from hf_osdp.planner.search.strategies import batches, search_spaces
 from hf_osdp.planner.search.timeline import BatchCosts, build_timeline
 from hf_osdp.planner.training_job import TrainingJob
-from tests.helpers.descriptions import transformer
+from tests.helpers.descriptions import at_random, transformer, ways
 from tests.helpers.problems import problem
 from tests.helpers.sampling import slow_but
-from tests.oracle.test_policies import instance, slower_again
+from tests.oracle.test_brute_force import small_hardware, small_host
+
+
+def instance(seed: int):
+    dice = random.Random(seed)
+    hardware, backend = small_hardware(dice), dice.choice(list(Backend))
+    hardware = replace(hardware, backend=backend, host=replace(small_host(dice), memory_bytes=10**9))
+    description = at_random(seed, kinds=1, blocks=dice.choice([4, 12]), recomputable=True)
+    return description, hardware, TrainingJob(global_batch_size=4 * hardware.world_size)
+
+
+def slower_again(segment: Segment) -> Segment:
+    """The segment with a recomputed form that saves nothing and takes one more forward."""
+    backward = replace(segment.backward, matmul_flops=segment.backward.matmul_flops.plus(segment.forward.matmul_flops))
+    return replace(segment, recomputed=ways(replace(segment, saved_bytes=Affine(), backward=backward, recomputed=())))
 
 
 @cache
 def question(seed: int):
-    """A timeline with a long row for most seeds, its job, and a limit at which memory binds."""
+    """A candidate with a long row for most seeds, and a limit at which memory binds."""
     description, hardware, job = instance(seed)
     batch = next(batches(job, hardware.world_size))
     *_, space = search_spaces(problem(description, hardware, job), batch)
-    timeline = build_timeline(BatchCosts(problem(description, hardware, job), batch), space)
-    limits = (int(1.1**n * least_memory(problem(description, hardware, job))) for n in itertools.count(1))
-    return timeline, job, int(1.1 * next(limit for limit in limits if any_within(timeline, job, limit) is not None))
+    asked = problem(description, hardware, job)
+    candidate = Candidate(problem=asked, batch=batch, costs=BatchCosts(asked, batch), space=space)
+    limits = (int(1.1**n * least_memory(asked)) for n in itertools.count(1))
+    return candidate, int(1.1 * next(limit for limit in limits if candidate.any_within(limit) is not None))
 
 
 def steps(timeline) -> float:
@@ -56,22 +77,22 @@ BREAKS = {
 @pytest.mark.parametrize("broken", BREAKS)
 @pytest.mark.parametrize("seed", slow_but(range(8), daily=(0, 5)))
 def test_fastest_is_the_optimum_of_the_whole_program(monkeypatch, seed, broken):
-    timeline, job, limit = question(seed)
-    scale = steps(timeline)
-    whole = Program(timeline, job, limit)
+    candidate, limit = question(seed)
+    scale = steps(candidate.timeline)
+    whole = Program(candidate.timeline, candidate.problem.job, limit)
     whole.minimize_seconds(scale)
     best = whole.solve()
     BREAKS[broken](monkeypatch)
-    found = BranchAndBound(timeline, job, limit).run()
+    found = candidate.solver(limit).run()
     assert found.proven and found.objective == pytest.approx(best[1] / scale, rel=2e-7)
-    assert BranchAndBound(timeline, job, limit).run(found.objective * (1 - 1e-6)) is None
+    assert candidate.solver(limit).run(found.objective * (1 - 1e-6)) is None
 
 
 @pytest.mark.parametrize("seed", slow_but(range(8), daily=(0, 5)))
 def test_pattern_of_a_plan_refuses_no_plan_with_it(seed):
     """With a plan's counts of classes required, exactly and as bounds, the relaxation is no dearer than the plan."""
-    timeline, job, limit = question(seed)
-    found = BranchAndBound(timeline, job, limit).run()
+    candidate, limit = question(seed)
+    timeline, job, found = candidate.timeline, candidate.problem.job, candidate.solver(limit).run()
     for exactly, cap in itertools.product((True, False), (1, 2)):
         patterns = {}
         for units, group in rows(timeline).items():
@@ -90,8 +111,7 @@ def test_pattern_of_a_plan_refuses_no_plan_with_it(seed):
 def test_classes_follow_one_another_in_backward():
     sizes = set()
     for seed in (0, 5):
-        timeline, _, _ = question(seed)
-        for group in rows(timeline).values():
+        for group in rows(question(seed)[0].timeline).values():
             numbers = list(Pattern.undecided(group).classes.values())
             assert numbers == sorted(numbers) and numbers[0] == 0
             sizes.add(max(numbers) + 1)
@@ -105,12 +125,14 @@ def test_no_plan_costs_less_than_bound_and_its_options(times_the_least):
     segments = (slower_again(s) if "layers" in plain.units[s.unit].fqn else s for s in plain.segments)
     description = replace(plain, segments=tuple(segments))
     hardware, job = preset("h100", devices_per_node=8), TrainingJob(global_batch_size=32)
-    limit = int(times_the_least * (least_memory(problem(description, hardware, job)) - hardware.device.reserved_bytes))
+    asked = problem(description, hardware, job)
+    limit = int(times_the_least * (least_memory(asked) - hardware.device.reserved_bytes))
     for batch in batches(job, hardware.world_size):
-        *_, space = search_spaces(problem(description, hardware, job), batch)
-        timeline = build_timeline(BatchCosts(problem(description, hardware, job), batch), space)
-        if (found := BranchAndBound(timeline, job, limit).run()) is None:
+        *_, space = search_spaces(asked, batch)
+        candidate = Candidate(problem=asked, batch=batch, costs=BatchCosts(asked, batch), space=space)
+        if (found := candidate.solver(limit).run()) is None:
             continue  # nothing fits at this batch
+        timeline = candidate.timeline
         program = Program(timeline, job, limit, linear=True)
         program.minimize_seconds(steps(timeline))
         relaxed = program.relax()
@@ -145,7 +167,19 @@ def test_relaxation_knows_the_largest_gradient_that_comes_to_the_host(layers):
     def relaxed(host_bytes: int):
         program = Program(replace(kept, host_limit_bytes=host_bytes), job, 2**50, linear=True)
         program.minimize_seconds(1.0)
-        return program.relax(gap=1e-7, most_work=1.0)
+        return program.relax(gap=1e-7)
 
     assert relaxed(held + moment) is not None
     assert relaxed(held + moment // 2) is None
+
+
+def test_host_too_small_or_unknown_is_refused_where_asked_for():
+    description, hardware, job = instance(0)
+    tiny = replace(hardware, host=replace(hardware.host, memory_bytes=10))
+    with pytest.raises(HardwareError, match="but it has 10 B"):
+        search(problem(description, tiny, replace(job, host_offload=True), 10**12))
+    for strategy in (Strategy.OSDP, Strategy.FSDP):
+        plan = search(problem(description, tiny, job, 10**12, strategy=strategy)).plan
+        assert not any(unit.on_host for unit in plan.units), "what fits the device needs none"
+    with pytest.raises(HardwareError, match=r"host_offload=True, but the host of .* is not known"):
+        search(problem(description, replace(hardware, host=None), replace(job, host_offload=True), 10**12))

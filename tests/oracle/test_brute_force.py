@@ -8,10 +8,20 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.errors import HardwareError, InfeasibleError
-from hf_osdp.planner.affine import Affine
+from hf_osdp.planner.affine import Affine, Envelope
 from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.cost.timing import estimate_time
-from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, PhaseCost
+from hf_osdp.planner.description import (
+    DType,
+    GatherSpan,
+    ModelDescription,
+    ParameterSpec,
+    PhaseCost,
+    Recomputation,
+    RecomputedSegment,
+    Segment,
+    UnitDescription,
+)
 from hf_osdp.planner.hardware import Backend, Hardware, HostSpec
 from hf_osdp.planner.optimizers import ADAFACTOR
 from hf_osdp.planner.search.search import search
@@ -76,13 +86,12 @@ def instance(seed: int):
     dice = random.Random(seed)
     hardware = small_hardware(dice)
     job, kinds, tied = small_job(dice, hardware), dice.choice([1, 1, 2]), dice.random() < 0.3
-    recomputable, called = dice.random() < 0.5, not tied and dice.random() < 0.3
+    recomputable = dice.random() < 0.5
     if not recomputable:  # nor can they be offloaded; to ask for it is refused
         job = replace(job, offload_activations=None, recompute=job.recompute and None)
     for blocks in (4, 3, 2, 1):
         description = at_random(
-            seed, kinds=min(kinds, blocks), blocks=blocks, tied=tied, called=called, recomputable=recomputable,
-            late=seed % 3 == 1,
+            seed, kinds=min(kinds, blocks), blocks=blocks, tied=tied, recomputable=recomputable, late=seed % 3 == 1,
         )  # fmt: skip
         asked, found = problem(description, hardware, job), batches(job, hardware.world_size)
         spaces = (search_spaces(asked, batch)[-1] for batch in found)
@@ -202,3 +211,55 @@ def test_search_equals_brute_force_where_only_root_gradients_count(seed):
     segments = tuple(replace(segment, **nothing) for segment in description.segments)
     description = replace(description, units=tuple(units), segments=segments)
     check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)
+
+
+def segment_again(unit: int) -> tuple[RecomputedSegment, ...]:
+    costs = Segment(
+        unit=unit, saved_bytes=per_sample(14046), gradient_bytes=per_sample(446), forward=phase(30882, 867133, 93793),
+        backward=phase(1041, 433656, 15205, constant=2006),
+    )  # fmt: skip
+    return (RecomputedSegment(recomputation=Recomputation(), costs=costs),)
+
+
+def per_sample(value: float, constant: float = 0.0) -> Affine:
+    return Affine(constant=constant, per_sample=value)
+
+
+def phase(peak: float, flops: float = 0.0, traffic: float = 0.0, *, constant: float = 0.0) -> PhaseCost:
+    envelope = Envelope(pieces=(per_sample(peak, constant),))
+    return PhaseCost(peak_bytes=envelope, matmul_flops=per_sample(flops), traffic_bytes=per_sample(traffic))
+
+
+@pytest.mark.parametrize("more", [0, 10])
+def test_search_finds_the_only_plan_where_scip_calls_the_program_infeasible(more):
+    shapes = {"": ((7,), (49, 9)), "b0": ((140,), (55, 20)), "b1": ((140,), (55, 20)), "emb+head": ((20, 57),)}
+    units = tuple(
+        UnitDescription(
+            fqn=fqn, module_names=tuple(fqn.split("+")), class_name="B",
+            span=GatherSpan.USE if fqn.startswith("b") else GatherSpan.STEP,
+            parameters=tuple(
+                ParameterSpec(
+                    name=f"{fqn}.{i}", shape=shape, dtype=DType.BFLOAT16, requires_grad=shape not in ((140,), (49, 9))
+                )
+                for i, shape in enumerate(own)
+            ),
+        )
+        for fqn, own in shapes.items()
+    )  # fmt: skip
+    segments = (
+        Segment(unit=0, saved_bytes=per_sample(94, 27)),
+        Segment(unit=1, saved_bytes=per_sample(17921, 2918), recomputed=segment_again(1)),
+        Segment(unit=2, forward=phase(30302), recomputed=segment_again(2)),
+        Segment(unit=0, backward=phase(1012, constant=1691)),
+    )
+    description = ModelDescription(
+        model_name="m", model_class="M", block_classes=("B",), sequence_length=1, compute_dtype=DType.BFLOAT16,
+        units=units, segments=segments, other_bytes=7000, output_bytes=per_sample(1000),
+    )  # fmt: skip
+    hardware = toy_hardware(1, 2, intra=(1e-6, 1e8), backend=Backend.GLOO)
+    hardware = replace(hardware, device=replace(hardware.device, flops_per_s={DType.BFLOAT16: 3e9}))
+    job = TrainingJob(
+        global_batch_size=6, micro_batch_size=1, reduce_every_micro_step=True, optimizer=ADAFACTOR, holds_outputs=True
+    )
+    least = min(peak for peak, _ in every_plan(description, hardware, job))
+    assert search(problem(description, hardware, job, least + more)).plan.peak_bytes == least

@@ -54,11 +54,6 @@ def infeasible(name: str, strategy: Strategy = Strategy.OSDP, limit: int = 1) ->
     return caught.value
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_ample_memory_takes_the_batch_at_once(name):
-    assert search(problem(MODEL, MACHINES[name], JOB, AMPLE)).plan.accumulation_steps == 1
-
-
 def test_ample_memory_replicates_all_where_micro_steps_would_gather_again():
     """Each of 16 micro-steps gathers what is sharded, replicas are reduced once; nothing hides beside fast compute."""
     job = TrainingJob(global_batch_size=64, micro_batch_size=1)
@@ -130,13 +125,10 @@ def test_single_strategy_is_found_again_where_it_is_best(strategy):
     assert all(row.result is None or row.result.plan.step_s > single.plan.step_s for row in others)
 
 
-def test_hsdp_shards_within_the_node():
-    plan = search(problem(with_costly_loss(), SINGLE[Strategy.HSDP], MICRO_STEPS, AMPLE, strategy="hsdp")).plan
-    assert {unit.shard_size for unit in plan.units} == {2}
-
-
 PAIRS = [(s, n) for s in Strategy for n in NAMES if s is not Strategy.TWO_STAGE or n.startswith("2 x")]
-RUNNING = slow_but(PAIRS, daily=[(s, n) for s, n in PAIRS if n == "2 x 2 nccl" or s is Strategy.OSDP])
+RUNNING = slow_but(
+    PAIRS, daily=[(s, n) for s, n in PAIRS if n == "2 x 2 nccl" or (s, n) == (Strategy.OSDP, "4 x gloo")]
+)
 """Two stages need several nodes."""
 
 
@@ -175,11 +167,6 @@ def test_remedies_are_true(name, strategy):
     assert "\n" not in str(error)
     if strategy is not Strategy.OSDP and limit >= infeasible(name).least_peak_bytes:
         assert error.remedies[0].startswith("strategy osdp")
-
-
-def test_more_devices_are_a_remedy_where_states_fill_the_memory():
-    error = infeasible("4 x gloo", limit=infeasible("4 x gloo").least_peak_bytes * 9 // 10)
-    assert any(re.match(r"\d+ devices", remedy) for remedy in error.remedies)
 
 
 @pytest.mark.parametrize("name", NAMES)

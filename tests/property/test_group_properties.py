@@ -1,7 +1,6 @@
 """Who communicates with whom, over any world: groups partition the ranks, and cross each other in one rank."""
 
 import numpy as np
-import pytest
 from hypothesis import strategies as st
 
 from hf_osdp.distributed.mesh import NODES_AXIS, REPLICATE_AXIS, SHARD_AXIS, mesh_axes, stage_axes, topology_of
@@ -32,11 +31,6 @@ def assert_cross_once(some: Groups, others: Groups) -> None:
         assert len({place[rank] for rank in group}) == len(group)
 
 
-@holds(worlds, few=100, many=2000)
-def test_divisors_are_all_that_divide(number):
-    assert divisors(number) == tuple(d for d in range(1, number + 1) if number % d == 0)
-
-
 @holds(worlds, few=60, many=1000)
 def test_shard_and_replicate_groups_partition_the_ranks(world_size):
     for shard_size in divisors(world_size):
@@ -52,13 +46,6 @@ def test_shard_and_replicate_groups_partition_the_ranks(world_size):
             assert len(shards) * len(shards[0]) == len(replicas) * len(replicas[0]) == world_size
             place = {rank: group.index(rank) for group in shards for rank in group}
             assert all(len({place[rank] for rank in group}) == 1 for group in replicas), "replicas hold the same shard"
-
-
-@holds(worlds, st.integers(-3, 600), few=60, many=1000)
-def test_sizes_that_do_not_divide_are_refused(world_size, size):
-    if size not in divisors(world_size):
-        with pytest.raises(ValueError, match="does not divide the world size"):
-            mesh_axes(world_size, size)
 
 
 def stage_groups(world_size: int, shard_size: int, stage_size: int) -> tuple[Groups, Groups]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.cost.moments import SegmentBytes, all_kinds, gathered_ahead, resident_bytes
-from hf_osdp.planner.cost.units import merged_gradients, reduce_input, unit_bytes
+from hf_osdp.planner.cost.units import merged_gradients, unit_bytes
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import GatherSpan, ModelDescription, Segment
 from hf_osdp.planner.placement import Activations
@@ -27,9 +27,7 @@ class Sums:
         self.units = [
             unit_bytes(u, c, world_size, job, batch) for u, c in zip(description.units, choices, strict=True)
         ]
-        if world_size == 1 and any(choice.on_host for choice in choices):
-            tails = [reduce_input(unit, 1, job) for unit in description.units]
-            self.units = [replace(unit, reduce_tail=tail) for unit, tail in zip(self.units, tails, strict=True)]
+        self.choices = choices
         spans = [unit.span for unit in description.units]
         self.where = [segment.unit for segment in description.segments]
         own = [
@@ -43,10 +41,12 @@ class Sums:
         self.bytes = [replace(terms, saved=terms.saved + more) for terms, more in zip(own, held, strict=True)]
         self.whole = [i for i, span in enumerate(spans) if span is GatherSpan.STEP]
         self.passing = [i for i, span in enumerate(spans) if span is not GatherSpan.STEP and i in self.where]
-        self.late = [i for i in self.passing if description.units[i].ends_late]
+        self.managed = [i for i, choice in enumerate(choices) if choice.shard_size > 1 or choice.on_host]
+        self.late = [i for i in self.passing if description.units[i].ends_late and i in self.managed]
         self.at_end = sorted([*self.whole, *self.late])
         self.first = {unit: self.where.index(unit) for unit in self.passing}
-        self.ahead = [0 if unit is None else self.units[unit].prefetched for unit in gathered_ahead(description)]
+        flags = [i in self.managed for i in range(len(choices))]
+        self.next_gather = gathered_ahead(description, flags)
 
     def moment(self, phase, unit, *, gathered, activations, gradients, buffers) -> tuple:
         label = "(all)" if unit is None else self.description.units[unit].label
@@ -55,7 +55,7 @@ class Sums:
         there = dict(
             held, gathered=gathered, activations=activations,
             gradients=gradients + sum(u.gradients_held for u in self.units),
-            buffers=buffers, correction=self.job.correction_bytes,
+            buffers=buffers,
             model_buffers=self.description.buffer_bytes + self.description.input_bytes.bytes(self.samples),
             held_outputs=outputs,
         )  # fmt: skip
@@ -65,7 +65,14 @@ class Sums:
         return sum(terms.saved for terms in self.bytes[:until])
 
     def gathered(self, kept: list[int], whole: list[int]) -> int:
-        return sum(self.units[i].kept for i in kept) + sum(self.units[i].gathered for i in whole)
+        copies = sum(unit.copies for unit in self.units)
+        return copies + sum(self.units[i].kept for i in kept) + sum(self.units[i].gathered for i in whole)
+
+    def ahead(self, i: int) -> int:
+        """What FSDP2 prefetched when the last backward of a unit that it manages began, this one or one before."""
+        began = next((j for j in range(i, len(self.where)) if self.where[j] in self.managed), None)
+        unit = None if began is None else self.next_gather[began]
+        return 0 if unit is None else self.units[unit].prefetched
 
     def forward(self) -> Iterator[tuple]:
         for unit in (u for u in self.whole if self.units[u].copy_out):
@@ -75,7 +82,7 @@ class Sums:
         for i, unit in enumerate(self.where):
             terms = self.units[unit]
             there = self.gathered([u for u in self.passing if self.first[u] < i], self.whole)
-            before = [u for u in self.where[:i] if u not in self.whole]
+            before = [u for u in self.where[:i] if u not in self.whole and u in self.managed]
             buffer = (
                 self.units[before[-1]].gather_buffer
                 if before
@@ -87,26 +94,22 @@ class Sums:
                 yield self.moment(
                     "forward: gather", unit, gathered=gather, activations=self.saved(i), gradients=0, buffers=0
                 )
-                own = terms.gather_buffer + terms.gathered
+                own = terms.gathered + (terms.gather_buffer if unit in self.managed else buffer)
             running = self.saved(i) + self.bytes[i].forward_peak
             yield self.moment("forward", unit, gathered=there + own, activations=running, gradients=0, buffers=0)
 
     def gradients(self, i: int) -> int:
         """Those that are there when segment i begins its backward."""
-        later = set(self.where[i + 1 :])
-        parameters = [(u, p) for u in self.whole if u in self.where for p in self.description.units[u].parameters]
         whole = sum(
-            p.numel * self.job.precision.gathered_dtype(p).itemsize for u, p in parameters if self.comes(u, p.name) > i
-        )
+            p.numel * self.job.precision.gathered_dtype(p).itemsize
+            for u in self.whole if u in self.where and self.units[u].unsharded_gradients
+            for p in self.description.units[u].trainable if self.comes(u, p.name) > i
+        )  # fmt: skip
         done = [u for u in self.passing if self.first[u] > i]
         reduced = sum(
             self.units[u].unsharded_gradients if u in self.late else self.units[u].gradients_after for u in done
         )
-        return (
-            whole
-            + reduced
-            + sum(self.units[u].waiting_gradients for u in self.passing if self.first[u] <= i and u in later)
-        )
+        return whole + reduced
 
     def comes(self, unit: int, name: str) -> int:
         """The segment from whose backward on a parameter that is gathered for the whole step has a gradient."""
@@ -126,7 +129,8 @@ class Sums:
             unit, terms = self.where[i], self.units[self.where[i]]
             done = [u for u in self.passing if self.first[u] > i and u not in self.late]
             waits = [u for u in self.late if self.first[u] > i]
-            tail = self.units[min(done, key=self.first.__getitem__)].reduce_tail if done else 0
+            freed = [u for u in done if u in self.managed]
+            tail = self.units[min(freed, key=self.first.__getitem__)].reduce_tail if freed else 0
             buffers = sum(self.units[u].reduced_after for u in done)
             there = self.gathered([u for u in self.passing if self.first[u] <= i], [*self.whole, *waits])
             level = dict(activations=self.saved(i + 1), gradients=self.gradients(i))
@@ -138,11 +142,11 @@ class Sums:
                     **level,
                 )  # fmt: skip
             level["activations"] += self.bytes[i].backward_peak + self.merging(i)
-            yield self.moment("backward", unit, gathered=there + own + self.ahead[i], buffers=buffers + tail, **level)
+            yield self.moment("backward", unit, gathered=there + own + self.ahead(i), buffers=buffers + tail, **level)
             if unit not in self.at_end and self.first[unit] == i:
-                left = dict(gathered=there - terms.kept + self.ahead[i])
-                waiting = terms.waiting_gradients if unit in self.where[i + 1 :] else 0
-                saved, gradients = self.saved(i) + self.bytes[i].gradient, self.gradients(i) - waiting
+                left = dict(gathered=there - terms.kept + self.ahead(i))
+                buffers += 0 if unit in self.managed else tail
+                saved, gradients = self.saved(i) + self.bytes[i].gradient, self.gradients(i)
                 yield self.moment(
                     "backward: reduce", unit, activations=saved + terms.unsharded_gradients, gradients=gradients,
                     buffers=buffers + terms.reduce_input + terms.reduce_copy, **left,
@@ -187,7 +191,7 @@ jobs = st.builds(
     TrainingJob, global_batch_size=st.just(48),
     precision=st.sampled_from([Precision.named("no"), Precision.named("bf16")]),
     optimizer=st.builds(OptimizerSpec, states=st.sampled_from([0, 2]), step=st.sampled_from(OptimizerStep)),
-    holds_outputs=st.booleans(), correction_bytes=st.sampled_from([0, 77, -5]),
+    holds_outputs=st.booleans(),
 )  # fmt: skip
 batches = st.builds(Batch, micro_batch_size=st.integers(1, 3), accumulation_steps=st.integers(1, 2))
 
@@ -198,7 +202,7 @@ def random_choices(dice, description, world_size, batch) -> list[UnitLayout]:
     for index, unit in enumerate(description.units):
         sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
         layout = dice.choice(layouts_for(unit.span, sizes, reshard_after_forward=None, stage_sizes=(1,)))
-        hold = batch.accumulation_steps > 1 and unit.span is not GatherSpan.CALLS and dice.random() < 0.5
+        hold = batch.accumulation_steps > 1 and dice.random() < 0.5
         kept = dice.choice(Activations.BASIC) if index in description.recomputable else Activations.SAVE
         away = dice.random() < 0.2
         states = not away and dice.random() < 0.2
@@ -219,12 +223,12 @@ def without_root(description: ModelDescription) -> ModelDescription:
 
 
 RESIDENT = {"buffer_bytes": 13, "input_bytes": Affine(per_sample=17), "output_bytes": Affine(per_sample=19)}
-seeds, worlds, kinds = st.integers(0, 10**6), st.sampled_from([1, 2, 4]), ["", "tied", "called", "rootless"]
+seeds, worlds, kinds = st.integers(0, 10**6), st.sampled_from([1, 2, 4]), ["", "tied", "rootless"]
 
 
 @holds(seeds, worlds, jobs, batches, st.sampled_from(kinds), st.booleans(), st.booleans(), few=120, many=10_000)
 def test_each_moment_is_the_sum_of_what_is_there(seed, world_size, job, batch, kind, stacks, late):
-    options = {"tied": kind == "tied", "called": kind == "called", "stacks": stacks, "late": late}
+    options = {"tied": kind == "tied", "stacks": stacks, "late": late}
     description = at_random(seed, kinds=2, blocks=4, recomputable=True, **options)
     description = replace(without_root(description) if kind == "rootless" else description, **RESIDENT)
     choices = random_choices(random.Random(seed), description, world_size, batch)
@@ -239,7 +243,7 @@ def test_each_moment_is_the_sum_of_what_is_there(seed, world_size, job, batch, k
 
 def test_segments_of_units_in_step_may_free_beyond_saved():
     segment = Segment(unit=0, saved_bytes=Affine(constant=-50, per_sample=10))
-    for span, left in ((GatherSpan.STEP, -30), (GatherSpan.USE, 0), (GatherSpan.CALLS, 0)):
+    for span, left in ((GatherSpan.STEP, -30), (GatherSpan.USE, 0)):
         assert SegmentBytes.of(segment, span, 2).saved == left
 
 
@@ -251,7 +255,7 @@ def test_estimate_of_no_unit_is_empty():
 
 
 @pytest.mark.parametrize("holds_outputs", [False, True])
-def test_resident_bytes_are_buffers_batch_outputs_and_the_correction(holds_outputs):
+def test_resident_bytes_are_buffers_batch_and_outputs(holds_outputs):
     description = replace(at_random(0, kinds=1, blocks=1), **RESIDENT)
-    job = TrainingJob(global_batch_size=3, holds_outputs=holds_outputs, correction_bytes=77)
-    assert resident_bytes(description, job, 3, all_kinds) == 13 + 3 * 17 + (3 * 19 if holds_outputs else 0) + 77
+    job = TrainingJob(global_batch_size=3, holds_outputs=holds_outputs)
+    assert resident_bytes(description, job, 3, all_kinds) == 13 + 3 * 17 + (3 * 19 if holds_outputs else 0)

@@ -12,7 +12,7 @@ from hf_osdp.errors import InfeasibleError
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.cost.timing import estimate_time
-from hf_osdp.planner.description import GatherSpan, ModelDescription, Segment, UnitDescription
+from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import Backend, Hardware, Link
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.search import least_memory, search
@@ -144,68 +144,3 @@ def test_names_and_order_of_listed_units_decide_nothing(model, world, backend, j
     for other in (renamed(model, seed), listed_otherwise(model, seed)):
         assert search(problem(other, hardware, job, limit)).time.step_s == pytest.approx(found.time.step_s, rel=EQUAL)
         assert least_memory(problem(other, hardware, job)) == least
-
-
-def run_in_another_order(model: ModelDescription, seed: int) -> ModelDescription:
-    """The same stretches of blocks, one after the other in another order."""
-    places = [i for i, s in enumerate(model.segments) if model.units[s.unit].span is GatherSpan.USE]
-    segments = list(model.segments)
-    for place, taken in zip(places, random.Random(seed).sample(places, len(places)), strict=True):
-        segments[place] = model.segments[taken]
-    return replace(model, segments=tuple(segments))
-
-
-@holds(models, worlds, jobs, st.integers(0, 999), few=8, many=300)
-def test_order_of_blocks_without_overlap_or_limit_decides_nothing(model, world, job, seed):
-    hardware = hardware_of(world, Backend.GLOO)
-    times = [search(problem(m, hardware, job, AMPLE)).time.step_s for m in (model, run_in_another_order(model, seed))]
-    assert times[0] == pytest.approx(times[1], rel=EQUAL)
-
-
-def heavier(model: ModelDescription, factor: int) -> ModelDescription:
-    """All bytes times a factor."""
-
-    def scaled(segment: Segment) -> Segment:
-        names = ("saved_bytes", "held_bytes", "own_saved_bytes", "sent_bytes", "gradient_bytes")
-        lines = {name: getattr(segment, name).scaled(factor, constants=True) for name in names}
-        for name in ("forward", "backward"):
-            phase = getattr(segment, name)
-            lines[name] = replace(phase, peak_bytes=phase.peak_bytes.scaled(factor, constants=True))
-        return replace(segment, **lines)
-
-    def larger(unit: UnitDescription) -> UnitDescription:
-        wider = (replace(p, shape=(*p.shape[:-1], p.shape[-1] * factor)) for p in unit.parameters)
-        return replace(unit, parameters=tuple(wider))
-
-    segments = tuple(segment.each(scaled) for segment in model.segments)
-    return replace(model, units=tuple(map(larger, model.units)), segments=segments)
-
-
-@holds(models, worlds, jobs, st.sampled_from([2, 16]), few=5, many=300)
-def test_a_model_of_twice_the_bytes_needs_twice_the_memory(model, world, job, factor):
-    hardware = hardware_of(world, Backend.NCCL)
-    least, heavy = (least_memory(problem(one, hardware, job)) for one in (model, heavier(model, factor)))
-    assert heavy == factor * least
-
-
-def faster(hardware: Hardware, factor: int) -> Hardware:
-    """All rates times a factor, all latencies by it."""
-    device = replace(
-        hardware.device, flops_per_s={dtype: rate * factor for dtype, rate in hardware.device.flops_per_s.items()},
-        memory_bytes_per_s=hardware.device.memory_bytes_per_s * factor, operator_s=hardware.device.operator_s / factor,
-    )  # fmt: skip
-    links = {
-        name: replace(link, latency_s=link.latency_s / factor, bytes_per_s=link.bytes_per_s * factor)
-        for name, link in (("intra_node", hardware.intra_node), ("inter_node", hardware.inter_node))
-    }
-    return replace(hardware, device=device, **links)
-
-
-@holds(models, worlds, backends, jobs, parts, st.sampled_from([2, 1024]), few=6, many=200)
-def test_machine_faster_in_everything_takes_time_by_the_factor(model, world, backend, job, part, factor):
-    hardware = hardware_of(world, backend)
-    limit = limit_between(model, hardware, job, part)
-    machines = (hardware, faster(hardware, factor))
-    slow_s, fast_s = (search(problem(model, machine, job, limit)).time.step_s for machine in machines)
-    assert fast_s * factor == pytest.approx(slow_s, rel=EQUAL)
-    assert least_memory(problem(model, faster(hardware, factor), job)) == least_memory(problem(model, hardware, job))

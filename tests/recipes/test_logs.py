@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import importlib
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from tests.recipes.conftest import log_of
-
-FIGURE = {"run_clm": "tokens_per_s", "run_mlm": "tokens_per_s", "run_glue": "samples_per_s"}
+from tests.recipes.conftest import Written
 
 
 @pytest.mark.parametrize("logged_before", [True, False])
-@pytest.mark.parametrize("script", FIGURE)
-def test_log_leaves_evaluations_and_checkpoints_out_of_training_time(monkeypatch, tmp_path, script, logged_before):
+@pytest.mark.parametrize(("tokens", "figure", "rate"), [(16, "tokens_per_s", 8 * 16), (None, "samples_per_s", 8)])
+def test_log_leaves_evaluations_and_checkpoints_out_of_training_time(
+    monkeypatch, tmp_path, tokens, figure, rate, logged_before
+):
     """Two steps of 1 s and 8 samples; between them an evaluation of 30 s and a checkpoint of 20 s."""
-    module, clock = importlib.import_module(script), SimpleNamespace(now=100.0)
-    monkeypatch.setattr(module.time, "perf_counter", lambda: clock.now)
-    args = SimpleNamespace(
-        output_dir=str(tmp_path), train_batch_size=2, gradient_accumulation_steps=2, world_size=2,
-        device=SimpleNamespace(type="cpu"),
-    )  # fmt: skip
-    trainer = SimpleNamespace(accelerator=SimpleNamespace(scaler=None))
-    log = module.JSONLog(trainer) if script == "run_glue" else module.JSONLog(trainer, 16)
+    import shared
+
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(shared.time, "perf_counter", lambda: clock.now)
+    sizes = {"train_batch_size": 2, "gradient_accumulation_steps": 2, "world_size": 2}
+    args = SimpleNamespace(output_dir=str(tmp_path), device=torch.device("cpu"), **sizes)
+    log = shared.JSONLog(SimpleNamespace(accelerator=SimpleNamespace(scaler=None)), tokens)
     state = SimpleNamespace(global_step=0, is_world_process_zero=True)
     log.on_train_begin(args, state, None)
     for step in (1, 2):
@@ -37,7 +36,6 @@ def test_log_leaves_evaluations_and_checkpoints_out_of_training_time(monkeypatch
         clock.now += 20
         log.on_save(args, state, None)
     log.on_log(args, SimpleNamespace(global_step=2, is_world_process_zero=False), None, logs={"loss": 1.0})
-    lines = log_of(tmp_path)
-    rate = 8 if script == "run_glue" else 8 * 16
-    assert [line[FIGURE[script]] for line in lines] == pytest.approx([rate] * (1 + logged_before))
+    lines = Written(tmp_path).log
+    assert [line[figure] for line in lines] == pytest.approx([rate] * (1 + logged_before))
     assert all(line["grad_norm"] is None and line["loss_scale"] == 1.0 for line in lines)

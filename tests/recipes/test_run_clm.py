@@ -2,61 +2,83 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
 import json
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TrainingArguments
 
 from hf_osdp import OSDPConfig
-from tests.helpers.output import ends_of
-from tests.helpers.shared_data import SHARED_DATA, needs_shared_data
-from tests.recipes.conftest import Recipe, load_saved, log_of, perplexities
-from tests.recipes.ranks import run_together
+from hf_osdp.integrations.arguments import parse_arguments
+from tests.recipes.conftest import ACCELERATE, RECIPES, Recipe, Written, perplexities, run_together
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = "run_clm"
+DEMO = str(RECIPES / "gpt2" / "demo.yaml")
 POSITIVE = ("grad_norm", "tokens_per_s", "free_device_memory_bytes")
 FIGURES = {"step", "epoch", "loss", "perplexity", "learning_rate", "loss_scale", *POSITIVE}
 
 
-@pytest.mark.parametrize("is_launched", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_two_processes_train_and_save(recipe, is_launched):
-    """With the file of the demo: plan, train, evaluate, save; what is saved loads again. A person launches it."""
-    demo = str(ROOT / "recipes" / "gpt2" / "demo.yaml")
-    if is_launched:
-        printed = recipe.run(demo, processes=2, warmup_steps=0)
-    else:
-        (printed,) = run_together(recipe.folder, [recipe.job("out", demo, warmup_steps=0)])
-    perplexity = perplexities(printed)
+def test_two_processes_train_and_save_what_the_stock_trainer_loads(tmp_path):
+    """With the file of the demo; then its model in the stock Trainer, and a file whose arguments flags change."""
+    recipe = Recipe("run_clm", tmp_path)
+    short, nowhere, ended = tmp_path / "short.yaml", tmp_path / "nowhere", Written(tmp_path / "ended")
+    short.write_text(f"max_steps: 1\nlearning_rate: 1e-3\nseed: 7\nstrategy: ddp\noutput_dir: {nowhere}\n")
+    start = {"model_name_or_path": recipe.output, "config_overrides": None, "hardware": None}
+    jobs = [
+        recipe.job("out", DEMO, warmup_steps=0),
+        recipe.job("stock", **start, do_train=None, osdp=False),
+        recipe.job("ended", str(short), max_steps=2, learning_rate=None, max_train_samples=16),
+    ]
+    printed = run_together(tmp_path, jobs)
+    perplexity = perplexities(printed[0])
     assert perplexity["after"] < 0.7 * perplexity["before"]
-
-    model, tokenizer = load_saved(recipe.output), AutoTokenizer.from_pretrained(recipe.output)
+    model, tokenizer = Written(recipe.output).load(), AutoTokenizer.from_pretrained(recipe.output)
     assert model.lm_head.weight is model.transformer.wte.weight
     assert tokenizer.decode(tokenizer("The class statement")["input_ids"]) == "The class statement"
-    report = json.loads((recipe.output / "osdp_report.json").read_text())
-    assert report["plan"]["world_size"] == 2
+    assert Written(recipe.output).plan["world_size"] == 2
+
+    stock = float(re.search(r"perplexity: ([\d.]+)", printed[1]).group(1))
+    assert stock == pytest.approx(perplexity["after"], abs=0.02)
+    assert not (tmp_path / "stock" / "osdp_report.json").exists() and not nowhere.exists()
+
+    assert json.loads((ended.folder / "trainer_state.json").read_text())["global_step"] == 2
+    assert torch.load(ended.folder / "training_args.bin", weights_only=False).learning_rate == 1e-3
+    assert ended.plan["strategy"] == "ddp"
 
 
 @pytest.mark.slow
-def test_stream_trains_as_its_text_does_and_resumes(recipe):
-    """Two micro-batches a step on two ranks: every sample once, in the same order, also from a checkpoint."""
+def test_person_launches_the_demo_and_a_limit_that_is_too_low(tmp_path):
+    recipe = Recipe("run_clm", tmp_path)
+    perplexity = perplexities(recipe.launch(ACCELERATE, DEMO, warmup_steps=0))
+    assert perplexity["after"] < 0.7 * perplexity["before"]
+    Written(recipe.output).load()
+    said = recipe.launch(ACCELERATE, fails=True, memory_limit="100KiB", output_dir=tmp_path / "none")
+    lines = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and "No plan fits 100.0 KiB" in lines[0], said[-3000:]
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.slow
+def test_stream_trains_as_its_text_does_and_resumes(tmp_path):
+    """Two micro-batches a step on two ranks: every sample once, in the same order, also from a checkpoint.
+
+    In fp16 the loss scale is logged, and weights stay in float32.
+    """
+    recipe = Recipe("run_clm", tmp_path)
     options = dict(micro_batch_size=2, logging_steps=1)
-    stream = dict(**options, streaming=True, shuffle_buffer=0, max_train_samples=None)
+    streaming = dict(**options, streaming=True, shuffle_buffer=0, max_train_samples=None)
+    fp16 = dict(fp16=True, do_eval=False, max_steps=4, max_train_samples=32, hardware=None, logging_steps=2)
     jobs = [
         recipe.job("text", train_sampling_strategy="sequential", **options),
-        recipe.job("stream", save_strategy="steps", save_steps=3, **stream),
-        recipe.job("stream", resume_from_checkpoint=recipe.folder / "stream" / "checkpoint-3", **stream),
+        recipe.job("stream", save_strategy="steps", save_steps=3, **streaming),
+        recipe.job("stream", resume_from_checkpoint=tmp_path / "stream" / "checkpoint-3", **streaming),
+        recipe.job("half", **fp16),
     ]
-    printed = [perplexities(text) for text in run_together(recipe.folder, jobs)]
+    printed = [perplexities(text) for text in run_together(tmp_path, jobs)]
     assert printed[0]["after"] == printed[1]["after"] == printed[2]["after"] < 0.7 * printed[0]["before"]
-    text, stream = (log_of(recipe.folder / name) for name in ("text", "stream"))
-    steps, streamed = ([line for line in log if "loss" in line] for log in (text, stream))
+    text, stream, half = (Written(tmp_path / name) for name in ("text", "stream", "half"))
+    steps, streamed = text.steps, stream.steps
     assert [line["step"] for line in streamed] == [1, 2, 3, 4, 5, 6, 4, 5, 6]
     for line in streamed:
         same = steps[line["step"] - 1]
@@ -65,108 +87,27 @@ def test_stream_trains_as_its_text_does_and_resumes(recipe):
         assert line.keys() == FIGURES and line["perplexity"] == pytest.approx(math.exp(line["loss"]))
     assert steps[0]["learning_rate"] == 0.02 and steps[0]["loss_scale"] == 1.0
     assert min(line[name] for line in steps for name in POSITIVE) > 0
-    assert [line["step"] for line in text if "eval_loss" in line] == [0, 6]
-    assert text[-1]["eval_perplexity"] == pytest.approx(printed[0]["after"], abs=0.01)
+    assert [line["step"] for line in text.log if "eval_loss" in line] == [0, 6]
+    assert text.log[-1]["eval_perplexity"] == pytest.approx(printed[0]["after"], abs=0.01)
+    assert all(line["loss_scale"] > 1 for line in half.log)
+    half.load()
 
 
-def test_file_of_arguments_first_and_flags_win(recipe):
-    short = recipe.folder / "short.yaml"
-    nowhere = recipe.folder / "nowhere"
-    short.write_text(f"max_steps: 1\nlearning_rate: 1e-3\nseed: 7\nstrategy: ddp\noutput_dir: {nowhere}\n")
-    job = recipe.job("out", str(short), max_steps=2, learning_rate=None, max_train_samples=16)
-    run_together(recipe.folder, [job], processes=1)
-    state = json.loads((recipe.output / "trainer_state.json").read_text())
-    assert state["global_step"] == 2
-    assert not nowhere.exists()
-    assert torch.load(recipe.output / "training_args.bin", weights_only=False).learning_rate == 1e-3
-    assert json.loads((recipe.output / "osdp_report.json").read_text())["plan"]["strategy"] == "ddp"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "options"),
-    [("run_clm", {"do_eval": False, "fp16": True}), ("run_clm_no_trainer", {"mixed_precision": "fp16"})],
-)
-def test_fp16_logs_its_loss_scale_and_keeps_float32_weights(tmp_path, script, options):
-    recipe = Recipe(script, tmp_path)
-    recipe.run(processes=2, max_steps=4, max_train_samples=32, hardware=None, logging_steps=2, **options)
-    assert all(line["loss_scale"] > 1 for line in log_of(recipe.output))
-    load_saved(recipe.output)
-
-
-@pytest.mark.slow
-@needs_shared_data
-def test_wikitext_with_the_vocabulary_of_gpt2(recipe):
-    options = dict(
-        train_file=SHARED_DATA / "wikitext-2" / "validation.txt",
-        validation_file=SHARED_DATA / "wikitext-2" / "test.txt", tokenizer_name=SHARED_DATA / "tokenizers" / "gpt2",
-        max_train_samples=24, max_steps=3, per_device_eval_batch_size=4,
-    )  # fmt: skip
-    printed = recipe.run(**options)
-    perplexity = perplexities(printed)
-    assert perplexity["after"] < perplexity["before"]
-    options |= {"do_train": None, "osdp": False, "hardware": None, "output_dir": recipe.folder / "stock"}
-    stock = recipe.run(**options)
-    assert float(re.search(r"perplexity: ([\d.]+)", stock).group(1)) == pytest.approx(perplexity["before"], rel=1e-6)
-    assert not (recipe.folder / "stock" / "osdp_report.json").exists()
-
-
-@pytest.mark.slow
-@needs_shared_data
-def test_starts_from_a_saved_model(recipe):
-    text = recipe.folder / "story.txt"
-    text.write_text("Once upon a time there was a little girl who liked to play in the park with her dog.\n" * 60)
-    start = dict(model_name_or_path=SHARED_DATA / "models" / "stories260K", config_overrides=None)
-    job = recipe.job("out", train_file=text, max_steps=2, learning_rate=1e-4, **start)
-    assert perplexities(run_together(recipe.folder, [job], processes=1)[0])["before"] < 60
-
-
-@pytest.mark.slow
-def test_infeasible_limit_ends_two_processes_with_one_line(recipe):
-    printed = recipe.run(processes=2, fails=True, memory_limit="100KiB")
-    lines = [line for line in printed.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and "No plan fits 100.0 KiB" in lines[0], ends_of(printed)
-    assert not recipe.output.exists()
-
-
-@pytest.mark.parametrize("script", ["run_clm", "run_mlm", "run_glue"])
-@pytest.mark.parametrize(
-    ("launched", "flag", "want"),
-    [
-        (None, None, {"memory_limit": "1GiB"}),
-        (None, "false", False),
-        ("{'osdp': True}", None, {"memory_limit": "1GiB"}),
-        ("{'osdp': True}", "false", False),
-        ("{'osdp': False}", None, False),
-        ("{'osdp': False}", "true", {"memory_limit": "1GiB"}),
-    ],
-)
-def test_launcher_decides_unless_a_flag_does(monkeypatch, tmp_path, script, launched, flag, want):
-    module = importlib.import_module(script)
+@pytest.mark.parametrize("launched", [None, True, False])
+@pytest.mark.parametrize("flag", [None, "true", "false"])
+def test_launcher_decides_unless_a_flag_does(monkeypatch, launched, flag):
     if launched is not None:
-        launcher = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": launched}
-        for name, value in launcher.items():
-            monkeypatch.setenv(name, value)
-    argv = ["--memory_limit", "1GiB", "--output_dir", str(tmp_path), *(["--osdp", flag] if flag else [])]
-    assert module.parse_arguments((module.ModelArguments, module.TrainingArguments), argv)[-1] == want
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        monkeypatch.setenv("FSDP_VERSION", "2")
+        monkeypatch.setenv("FSDP_SHARDING_STRATEGY", str({"osdp": launched}))
+    argv = ["--memory_limit", "1GiB", "--output_dir", "out", *(["--osdp", flag] if flag else [])]
+    stock = flag == "false" or (flag is None and launched is False)
+    assert parse_arguments((TrainingArguments,), argv)[-1] == (False if stock else {"memory_limit": "1GiB"})
 
 
-def test_every_option_of_osdp_is_a_flag_with_its_type(tmp_path):
-    import run_clm
-
-    flags = "--memory_limit 6.3MiB --micro_batch_size 2 --recompute true --block_classes A,B --nodes 2"
-    argv = ["--output_dir", str(tmp_path), *flags.split(), "--memory_margin", "0.1"]
-    *_, osdp = run_clm.parse_arguments((run_clm.TrainingArguments,), argv)
+def test_every_option_of_osdp_is_a_flag_with_its_type():
+    flags = "--output_dir out --memory_limit 6.3MiB --micro_batch_size 2 --recompute true --block_classes A,B"
+    *_, osdp = parse_arguments((TrainingArguments,), [*flags.split(), "--nodes", "2", "--memory_margin", "0.1"])
     config = OSDPConfig.from_options(osdp)
     assert (config.memory_limit, config.micro_batch_size, config.recompute, config.nodes) == ("6.3MiB", 2, True, 2)
     assert config.block_classes == ("A", "B") and config.memory_margin == 0.1
-
-
-@pytest.mark.parametrize("script", ["run_clm", "run_clm_no_trainer", "run_glue", "run_mlm", "sft", "train_plain"])
-def test_recipe_is_a_single_file(script):
-    """It imports libraries alone; run_glue.py takes its made sentences, and only those, from beside it."""
-    tree = ast.parse((ROOT / "recipes" / f"{script}.py").read_text())
-    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
-    beside = {path.stem for path in (ROOT / "recipes").glob("*.py")}
-    assert imported & beside == ({"made_reviews"} if script == "run_glue" else set())

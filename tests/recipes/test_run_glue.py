@@ -1,4 +1,4 @@
-"""The classification recipe: data, metrics, early stopping, and losses that do not depend on how a batch is cut."""
+"""The classification recipe: data, metrics, early stopping, adapters."""
 
 from __future__ import annotations
 
@@ -7,24 +7,16 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from datasets import ClassLabel, Dataset, DatasetDict, Features
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
-    BertTokenizer,
-    RobertaConfig,
-    RobertaForMaskedLM,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, EvalPrediction
+from transformers.modeling_outputs import SequenceClassifierOutput
 
-from tests.helpers.shared_data import SHARED_DATA, needs_shared_data
-from tests.recipes.conftest import log_of
-from tests.recipes.ranks import run_together
+from tests.recipes.conftest import Recipe, Written, run_together
 
-SCRIPT = "run_glue"
 PAIRS = [
     ("it rains .", "the street is wet .", 0),
     ("it rains .", "the sun shines .", 1),
@@ -33,10 +25,10 @@ PAIRS = [
 
 
 @pytest.fixture
-def pairs(recipe) -> Path:
+def pairs(tmp_path) -> Path:
     names = ("sentence1", "sentence2", "label", "idx")
     rows = [dict(zip(names, (*pair, number), strict=True)) for number, pair in enumerate(PAIRS)]
-    (path := recipe.folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (path := tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
@@ -45,41 +37,44 @@ def encoded(tokenizer, pairs: list[tuple[str, str, int]]):
     return tokenizer(firsts, seconds, padding="max_length", truncation=True, max_length=16, return_tensors="pt")
 
 
-def scores(output: str, metric: str = "accuracy") -> dict[str, float]:
-    return {when: float(value) for when, value in re.findall(metric + r" (before|after) training: (-?[\d.]+)", output)}
+def scores(output: str) -> dict[str, float]:
+    return {when: float(value) for when, value in re.findall(r"accuracy (before|after) training: (-?[\d.]+)", output)}
 
 
 @pytest.mark.slow
-def test_two_processes_learn_stop_early_and_save(recipe, pairs, pretrained):
+def test_two_processes_learn_stop_early_and_save(tmp_path, pairs, pretrained):
     """From what run_mlm.py saved, pairs learned by heart; training ends once the best accuracy is no longer beaten.
 
     Adapters too.
     """
+    recipe, (base, _) = Recipe("run_glue", tmp_path), pretrained
     common = dict(
         train_file=pairs, validation_file=pairs, max_eval_samples=None, max_train_samples=None, config_overrides=None,
-        model_name_or_path=pretrained.output, logging_steps=1, eval_strategy="steps", eval_steps=6, save_steps=6,
+        model_name_or_path=base, logging_steps=1, eval_strategy="steps", eval_steps=6, save_steps=6,
         save_strategy="steps", load_best_model_at_end=True, metric_for_best_model="accuracy",
     )  # fmt: skip
-    job = recipe.job("out", max_steps=60, learning_rate=0.005, save_total_limit=1, early_stopping_patience=2, **common)
-    adapters = recipe.job("adapters", max_steps=18, learning_rate=0.02, lora_rank=4, **common)
-    printed, of_adapters = run_together(recipe.folder, [job, adapters])
-    assert_adapters_are_saved(recipe.folder / "adapters", pretrained.output, scores(of_adapters)["after"])
+    job = recipe.job(
+        "out", max_steps=60, learning_rate=0.005, save_total_limit=1, early_stopping_patience=2, micro_batch_size=2,
+        **common,
+    )  # fmt: skip
+    short = {"max_steps": 18, "learning_rate": 0.02, "pad_to_max_length": False}
+    adapters = recipe.job("adapters", lora_rank=4, **short, **common)
+    printed, of_adapters = run_together(tmp_path, [job, adapters])
+    assert_adapters_are_saved(tmp_path / "adapters", base, scores(of_adapters)["after"])
     assert scores(printed)["after"] == 1.0
-    log = log_of(recipe.output)
-    steps = [line for line in log if "loss" in line]
+    steps = Written(recipe.output).steps
     losses = [line["loss"] for line in steps]
-    accuracies = [line["eval_accuracy"] for line in log if "eval_accuracy" in line][1:]
-    assert losses[-1] < 0.3 * losses[0] and losses[0] < 1.5  # not the sum over processes
+    accuracies = [line["eval_accuracy"] for line in Written(recipe.output).log if "eval_accuracy" in line][1:]
+    assert losses[-1] < 0.3 * losses[0] and losses[0] < 1.1  # not the sum over processes or micro-batches
     assert all(line["samples_per_s"] > 0 and not line.keys() & {"perplexity", "tokens_per_s"} for line in steps)
     best = accuracies.index(1.0)
     assert len(losses) < 60 and accuracies[best + 1 : best + 3] == [1.0, 1.0]
 
     model = AutoModelForSequenceClassification.from_pretrained(recipe.output)
-    tokenizer = AutoTokenizer.from_pretrained(recipe.output)
     with torch.no_grad():
-        logits = model(**encoded(tokenizer, PAIRS[:3])).logits
+        logits = model(**encoded(AutoTokenizer.from_pretrained(recipe.output), PAIRS[:3])).logits
     assert logits.argmax(-1).tolist() == [0, 1, 0]
-    assert json.loads((recipe.output / "osdp_report.json").read_text())["plan"]["world_size"] == 2
+    assert Written(recipe.output).plan["world_size"] == 2
 
 
 def assert_adapters_are_saved(folder: Path, base: Path, accuracy: float) -> None:
@@ -90,24 +85,24 @@ def assert_adapters_are_saved(folder: Path, base: Path, accuracy: float) -> None
     model, tokenizer = peft.PeftModel.from_pretrained(start, folder).eval(), AutoTokenizer.from_pretrained(folder)
     names = {name for name, parameter in model.named_parameters() if "lora_B" in name and parameter.abs().max() > 0}
     assert len(names) == 12, "two layers with six projections each were trained"
-    batch = encoded(tokenizer, PAIRS)
     with torch.no_grad():
-        right = model(**batch).logits.argmax(-1) == torch.tensor([pair[2] for pair in PAIRS])
+        right = model(**encoded(tokenizer, PAIRS)).logits.argmax(-1) == torch.tensor([pair[2] for pair in PAIRS])
     assert right.float().mean().item() == pytest.approx(accuracy, abs=1e-4)
 
 
 def test_adapters_save_heads_of_several_layers_whole(tmp_path):
     """RoBERTa's has two, and peft would copy the second twice."""
     peft = pytest.importorskip("peft")
-    from run_glue import ModelArguments, with_adapters
+    from run_glue import ModelArguments, new_heads
+    from shared import with_adapters
 
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 16}
-    config = RobertaConfig(**sizes, vocab_size=50, num_labels=2)
-    RobertaForMaskedLM(config).save_pretrained(tmp_path / "base")
+    config = transformers.RobertaConfig(**sizes, vocab_size=50, num_labels=2)
+    transformers.RobertaForMaskedLM(config).save_pretrained(tmp_path / "base")
     load = AutoModelForSequenceClassification.from_pretrained
     start, info = load(tmp_path / "base", output_loading_info=True)
     wanted = ModelArguments(model_name_or_path="base", lora_rank=2)
-    model = with_adapters(start, wanted, info["missing_keys"])
+    model = with_adapters(start, wanted, "SEQ_CLS", new_heads(info["missing_keys"]))
     batch = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "labels": torch.tensor([1])}
     model(**batch).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
@@ -117,59 +112,20 @@ def test_adapters_save_heads_of_several_layers_whole(tmp_path):
         assert torch.equal(again(**batch).logits, model.eval()(**batch).logits)
 
 
-def save_classifier(folder: Path) -> None:
-    from run_glue import wordpiece_vocabulary
+def test_mean_over_samples_is_that_of_all_micro_batches():
+    from run_glue import mean_over_samples
 
-    config = BertConfig(
-        num_hidden_layers=2, num_attention_heads=2, hidden_size=32, intermediate_size=64, max_position_embeddings=32,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    tokenizer = BertTokenizer(vocab=wordpiece_vocabulary([part for pair in PAIRS for part in pair[:2]], 300))
-    config.vocab_size = len(tokenizer)
-    torch.manual_seed(0)
-    BertForSequenceClassification(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def test_step_does_not_depend_on_micro_batches_and_padding(recipe, pairs):
-    """The only step, of 8 samples in micro-batches of 2, against all 8 at once in transformers alone."""
-    save_classifier(recipe.folder / "start")
-    job = recipe.job(
-        "out", train_file=pairs, config_overrides=None, model_name_or_path=recipe.folder / "start", max_steps=1,
-        logging_steps=1, max_train_samples=8, per_device_train_batch_size=8, micro_batch_size=2, do_eval=None,
-        pad_to_max_length=False,
-    )  # fmt: skip
-    run_together(recipe.folder, [job], processes=1)
-    step = next(line for line in log_of(recipe.output) if "loss" in line)
-
-    model = BertForSequenceClassification.from_pretrained(recipe.folder / "start")
-    tokenizer = AutoTokenizer.from_pretrained(recipe.folder / "start")
-    batch = encoded(tokenizer, PAIRS[:8])
-    loss = model(**batch, labels=torch.tensor([pair[2] for pair in PAIRS[:8]])).loss
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    assert (step["loss"], step["grad_norm"]) == pytest.approx((loss.item(), norm.item()), rel=1e-4)
-
-
-@pytest.mark.slow
-@needs_shared_data
-@pytest.mark.parametrize(
-    ("task", "metric"), [("sst2", "accuracy"), ("rte", "accuracy"), ("cola", "matthews_correlation")]
-)
-def test_tasks_of_glue_from_files(recipe, task, metric):
-    folder = SHARED_DATA / "glue" / task
-    files = {f"{name}_file": folder / f"{name}.jsonl" for name in ("train", "validation")}
-    files["tokenizer_name"] = SHARED_DATA / "tokenizers" / "bert-base-uncased"
-    printed = recipe.run(processes=2, task_name=task, max_steps=3, max_seq_length=32, learning_rate=1e-4, **files)
-    assert set(scores(printed, metric)) == {"before", "after"}
+    logits = torch.randn(4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    labels, number = torch.tensor([0, 1, 1, 0]), torch.tensor(4)
+    batches = [(SequenceClassifierOutput(logits=logits[part]), labels[part]) for part in (slice(3), slice(3, 4))]
+    whole = torch.nn.functional.cross_entropy(logits, labels).item()
+    assert sum(mean_over_samples(*batch, number) for batch in batches).item() == pytest.approx(whole, rel=1e-12)
 
 
 @pytest.mark.parametrize(
     ("predicted", "true", "accuracy", "matthews"),
     [
-        ([0, 1, 1, 0], [0, 1, 1, 0], 1.0, 1.0),
         ([1, 0, 0, 1], [0, 1, 1, 0], 0.0, -1.0),
-        ([1, 1, 1, 1], [0, 1, 1, 0], 0.5, 0.0),
         # TP 3, TN 2, FP 1, FN 2: (3·2 - 1·2) / sqrt(4 · 5 · 3 · 4)
         ([1, 1, 1, 0, 0, 1, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0], 5 / 8, 4 / math.sqrt(240)),
         # of three classes, s=4, c=3, p=(2,1,1), t=(1,2,1): (12 - 5) / sqrt((16 - 6) (16 - 6))
@@ -177,9 +133,7 @@ def test_tasks_of_glue_from_files(recipe, task, metric):
     ],
 )
 def test_metrics_by_hand(predicted, true, accuracy, matthews):
-    import numpy as np
     from run_glue import load_metric
-    from transformers import EvalPrediction
 
     prediction = EvalPrediction(predictions=np.eye(3)[predicted], label_ids=np.array(true))
     assert load_metric("accuracy")(prediction) == pytest.approx({"accuracy": accuracy})
@@ -191,12 +145,11 @@ def test_made_reviews_agree_with_their_labels():
 
     reviews = made_reviews(5)
     rows = [row for split in reviews.values() for row in split]
-    assert len({row["sentence"] for row in rows}) == len(rows) == 11520 and reviews["validation"].num_rows == 576
-    assert sum(row["label"] for row in rows) == len(rows) / 2
     labels = {row["sentence"]: row["label"] for row in rows}
+    assert len(labels) == len(rows) == 11520 and reviews["validation"].num_rows == 576
+    assert sum(labels.values()) == len(rows) / 2
     assert labels["the plot was never very dull"] == 1 and labels["for once the film is superb"] == 1
     assert labels["the score is not so clever"] == 0
-    assert rows == [row for split in made_reviews(5).values() for row in split]
 
 
 def test_set_class_names_keeps_the_classes_of_a_trained_head():

@@ -9,34 +9,29 @@ import pytest
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
 from hf_osdp.integrations.launch import run_script
-from tests.recipes.ranks import run_together
+from tests.recipes.conftest import run_together
 
 pytest.importorskip("trl", reason="needs the extra `trainers`")
 TEXTS = [f"Once upon a time there was a little girl named Lily who had {count} dogs and a cat." for count in range(32)]
 
 
-@pytest.fixture
-def argv(tmp_path) -> list[str]:
-    tokenizer = GPT2Tokenizer().train_new_from_iterator(TEXTS, 300, show_progress=False)
-    tokenizer.save_pretrained(tmp_path / "base")
-    config = GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64, vocab_size=300)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    options = {
-        "model_name_or_path": tmp_path / "base", "train_file": tmp_path / "train.jsonl", "max_steps": 8,
-        "learning_rate": 0.02, "per_device_train_batch_size": 4, "max_length": 48, "logging_steps": 1,
-        "save_strategy": "no", "memory_limit": "64MiB", "use_cpu": True, "bf16": False, "report_to": "none",
-    }  # fmt: skip
-    return ["sft.py", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
-
-
 @pytest.mark.slow
-def test_two_processes_fine_tune_and_save_the_model_and_adapters(argv, tmp_path):
-    whole, adapters = tmp_path / "whole", tmp_path / "adapters"
-    lora = ["--use_peft", "true", "--lora_r", "4", "--max_steps", "2", "--output_dir", str(adapters)]
-    steps = ["--save_strategy", "steps", "--save_steps", "8", "--output_dir", str(whole)]
-    runs = [("sft", [*argv, *steps]), ("sft", [*argv, *lora])]
-    run_together(tmp_path, runs if pytest.importorskip("peft") else runs[:1])
+def test_two_processes_fine_tune_and_save_the_model_and_adapters(tmp_path):
+    pytest.importorskip("peft")
+    whole, adapters, base, texts = (tmp_path / name for name in ("whole", "adapters", "base", "train.jsonl"))
+    GPT2Tokenizer().train_new_from_iterator(TEXTS, 300, show_progress=False).save_pretrained(base)
+    GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64, vocab_size=300)).save_pretrained(base)
+    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    common = (
+        f"sft.py --model_name_or_path {base} --train_file {texts} --learning_rate 0.02 --max_length 48"
+        " --per_device_train_batch_size 4 --logging_steps 1 --memory_limit 64MiB --use_cpu true --bf16 false"
+        " --report_to none"
+    )
+    flags = (
+        f" --max_steps 8 --save_strategy steps --save_steps 8 --output_dir {whole}",
+        f" --max_steps 2 --save_strategy no --use_peft true --lora_r 4 --output_dir {adapters}",
+    )
+    run_together(tmp_path, [("sft", (common + own).split()) for own in flags])
     history = json.loads((whole / "checkpoint-8" / "trainer_state.json").read_text())["log_history"]
     losses = [line["loss"] for line in history if "loss" in line]
     assert len(losses) == 8 and losses[-1] < 0.8 * losses[0]

@@ -15,8 +15,8 @@ from hf_osdp.modeling.quantized import quantize
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planner.training_job import Precision, TrainingJob
-from hf_osdp.preparation.simulate import simulate
 from hf_osdp.tracing.describe import describe
+from tests.helpers.fake_step import simulate
 from tests.helpers.problems import problem
 from tests.helpers.sampling import slow_but
 

@@ -8,11 +8,10 @@ from itertools import product
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, CLIPConfig, CLIPModel, MixtralConfig, T5Config
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, MixtralConfig, T5Config
 
-from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.decision import Batch
-from hf_osdp.planner.description import GatherSpan, ModelDescription
+from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.training_job import Precision, TrainingJob
 from hf_osdp.tracing.describe import describe
@@ -125,23 +124,6 @@ def test_sum_of_gradients_counts_in_each_call_but_the_last(layout):
     check(config, layout, "no", auto_class=AutoModelForSeq2SeqLM)
 
 
-@pytest.mark.slow
-def test_large_embedding_of_clip_stays_whole_in_the_others_backward():
-    sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4)
-    text = dict(sizes, vocab_size=10_000, max_position_embeddings=TOKENS)
-    config = CLIPConfig(text_config=text, vision_config=dict(sizes, image_size=32, patch_size=16), projection_dim=64)
-    check(config, "zero3", "no", auto_class=CLIPModel)
-
-
-def test_segments_name_root_parameters_whose_gradients_they_bring():
-    with torch.device("meta"):
-        model = LargeEmbedding()
-    description = describe(model, sequence_length=TOKENS, inputs=tokens_and_labels, recomputation=False)
-    first, *_, last = [s for s in description.segments if description.units[s.unit].span is GatherSpan.STEP]
-    assert first.gradients == ("embedding.weight",)
-    assert set(last.gradients) == {"head.weight", "head.bias"}
-
-
 # ---- small modules
 
 WIDTH, ROWS = 64, 128
@@ -179,22 +161,3 @@ def test_state_that_keeps_the_recomputed_graph_is_in_the_estimate(keeps):
     more = {"job": JOB, "batch": BATCH, "world": WORLD, "inputs": rows}
     estimate, simulated = estimate_and_simulation(model, description, choices, **more)
     assert -0.01 <= estimate.peak_bytes / simulated.peak_bytes - 1 <= 0.03
-
-
-class Scaled(nn.Module):
-    """No repeated blocks, and a parameter without dimensions, as CLIP's `logit_scale`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.inner(input).tanh() * self.scale.exp()
-
-
-@pytest.mark.parametrize("layout", ["ddp", "zero3"])
-def test_a_parameter_without_dimensions_has_an_estimate(layout):
-    description = describe(Scaled(), sequence_length=ROWS, inputs=rows)
-    estimate = estimate_memory(description, choices_of_layout(layout, description, WORLD), WORLD, JOB, BATCH)
-    assert [unit.fqn for unit in description.units] == [""] and description.numel == WIDTH * WIDTH + WIDTH + 1
-    assert estimate.peak_bytes > 4 * 4 * ROWS * WIDTH

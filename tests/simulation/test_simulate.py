@@ -1,41 +1,33 @@
-"""The simulation itself: against torch's own tracker, what it refuses, and the search that is checked by it."""
+"""The simulation itself, against torch's own tracker."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 from hf_osdp.distributed.mesh import Meshes
-from hf_osdp.errors import InfeasibleError, OSDPError
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.decision import Batch
 from hf_osdp.planner.optimizers import bitsandbytes_of_trainer
 from hf_osdp.planner.plan import Plan
-from hf_osdp.planner.presets import preset
-from hf_osdp.planner.search.search import search
 from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, TrainingJob
-from hf_osdp.preparation import simulate as simulate_module
-from hf_osdp.preparation.simulate import SimulatedRound, search_and_simulate, separate_shapes, simulate
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.optimizer_steps import step_by_device
 from hf_osdp.tracing.describe import describe
-from tests.helpers.problems import problem
+from tests.helpers import fake_step
+from tests.helpers.fake_step import fake_process_group, separate_shapes, simulate
 from tests.helpers.simulation import choices_of_layout, estimate_and_simulation
 
 WORLD = 8
 CONFIG = GPT2Config(
     n_layer=3, n_embd=128, n_head=4, n_positions=128, vocab_size=2000, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
 )
-HARDWARE = preset("a100-40", devices_per_node=WORLD).with_margin(0.0)
-RESERVED = HARDWARE.unavoidable_bytes
 BATCH = Batch(micro_batch_size=2, accumulation_steps=1)
 JOB = TrainingJob(global_batch_size=2 * WORLD, micro_batch_size=2)
 
@@ -49,19 +41,10 @@ def sharded_plan(description) -> Plan:
     return Plan.of(description, choices_of_layout("zero3", description, WORLD), BATCH, world_size=WORLD)
 
 
-@contextmanager
-def fake_ranks(number: int):
-    dist.init_process_group("fake", rank=0, world_size=number, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def peak_by_torch(config: GPT2Config, description, plan: Plan) -> int:
     """The same step under `FSDPMemTracker`."""
     with ExitStack() as within:
-        within.enter_context(fake_ranks(WORLD))
+        within.enter_context(fake_process_group(WORLD))
         meshes = Meshes("cpu")
         meshes.prepare(plan)
         within.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -116,7 +99,7 @@ def test_step_of_muon_is_simulated_as_estimated_and_run(real, monkeypatch):
         return optimizer
 
     if real:
-        monkeypatch.setattr(simulate_module, "make_optimizer", torchs_own)
+        monkeypatch.setattr(fake_step, "make_optimizer", torchs_own)
     model = build_on_meta(SQUARE)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("embed" in name)
@@ -127,73 +110,3 @@ def test_step_of_muon_is_simulated_as_estimated_and_run(real, monkeypatch):
     estimate, simulated = estimate_and_simulation(model, described, layouts, job=job, batch=BATCH, world=WORLD)
     assert estimate.peak.phase == "optimizer step"
     assert estimate.peak_bytes == pytest.approx(simulated.peak_bytes, rel=0.01)
-
-
-def test_the_model_given_stays_as_it_is(description):
-    model = GPT2LMHeadModel(CONFIG).eval()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    simulate(model, sharded_plan(description), description=description, job=JOB, activation_checkpointing=True)
-    assert not model.training and type(model) is GPT2LMHeadModel and not model.is_gradient_checkpointing
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert not dist.is_initialized()
-
-
-def test_a_process_group_in_use_is_left_alone(description):
-    with fake_ranks(2):
-        with pytest.raises(OSDPError, match="already has a process group"):
-            simulate(CONFIG, sharded_plan(description), description=description, job=JOB)
-        assert dist.get_world_size() == 2
-
-
-def test_what_cannot_be_simulated_is_refused_in_one_line(description):
-    for error, said, more in (
-        (ValueError, "device_type='tpu'", {"job": JOB, "device_type": "tpu"}),
-        (TypeError, "has no option compute_dtype", {"job": JOB, "compute_dtype": None}),
-        (ValueError, "4 states", {"job": replace(JOB, optimizer=OptimizerSpec(name="own", states=4))}),
-    ):
-        with pytest.raises(error, match=said):
-            simulate(CONFIG, sharded_plan(description), description=description, **more)
-
-
-def too_low(description):
-    """The description with a fifth of what segments save."""
-    segments = (replace(s, saved_bytes=s.saved_bytes.scaled(0.2, constants=True)) for s in description.segments)
-    return replace(description, segments=tuple(segments))
-
-
-def limit_between(description, share: float) -> int:
-    """A limit between the least that anything needs and what DDP needs."""
-    with pytest.raises(InfeasibleError) as least:
-        search(problem(description, HARDWARE, JOB, RESERVED + 2**10))
-    most = search(problem(description, HARDWARE, JOB, 2**34, strategy="ddp")).plan.peak_bytes
-    return int(least.value.least_peak_bytes + share * max(0, HARDWARE.limit_for(most) - least.value.least_peak_bytes))
-
-
-def short_bytes(tried: SimulatedRound) -> int:
-    return tried.simulation.peak_bytes - tried.found.memory.peak_bytes
-
-
-def checked(description, limit: int):
-    return search_and_simulate(CONFIG, problem(description, HARDWARE, JOB, limit))
-
-
-def test_one_round_where_the_estimate_is_right(description):
-    limit = limit_between(description, 0.5)
-    (only,) = checked(description, limit)
-    assert only.found.plan.peak_bytes <= limit and only.simulation.peak_bytes + RESERVED <= limit
-    assert abs(short_bytes(only)) < 0.01 * only.simulation.peak_bytes
-
-
-def test_estimate_that_is_too_low_is_corrected_and_planned_again(description):
-    limit = limit_between(description, 0.3)
-    rounds = checked(too_low(description), limit)
-    assert len(rounds) > 1
-    assert rounds[0].simulation.peak_bytes + RESERVED > limit
-    assert rounds[-1].simulation.peak_bytes + RESERVED <= limit
-    assert rounds[1].job.correction_bytes == short_bytes(rounds[0]) > 0
-    assert rounds[-1].found.plan.units != rounds[0].found.plan.units
-
-
-def test_estimate_that_is_too_low_at_the_least_is_infeasible(description):
-    with pytest.raises(InfeasibleError):
-        checked(too_low(description), limit_between(too_low(description), 0.0))

@@ -37,10 +37,6 @@ ALLOWED = {
     ("hf_osdp/distributed/consensus.py", "pickle.loads"),
     # the user's own script, named on the command line, as Python itself runs it
     ("hf_osdp/run.py", "runpy.run_path"),
-    # what this run's own ranks, or this row, have just written
-    ("benchmarks/compatibility/run.py", "pickle.loads"),
-    ("benchmarks/compatibility/saving_rows.py", "weights_only=False"),
-    ("benchmarks/compatibility/saving_rows.py", "torch.load without weights_only=True"),
     # base of one that knows torch's own dataclasses and refuses all else
     ("hf_osdp/checkpoint/safe.py", "pickle._Unpickler"),
 }

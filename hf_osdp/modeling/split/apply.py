@@ -10,7 +10,7 @@ from torch import nn
 from ...planner.split import ModelSplit
 from .loss_chunks import ChunkedHead, chunk_loss
 from .names import is_split
-from .operators import SplitHead, split_operators
+from .operators import split_operators
 
 
 def apply_split(model: nn.Module, split: ModelSplit) -> None:
@@ -37,8 +37,3 @@ def split_copy(model: nn.Module, split: ModelSplit) -> nn.Module:
 def losses_of(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules that compute losses of a split model, which are compiled beside its blocks."""
     return (module.loss for module in model.modules() if isinstance(module, ChunkedHead))
-
-
-def untied_parts(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """Give heads parts of their own; return each with the embedding's part that it replaces."""
-    return [part for head in model.modules() if isinstance(head, SplitHead) for part in head.untie().items()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
+from dataclasses import replace
 from typing import cast
 
 from torch import nn
@@ -11,14 +12,13 @@ from torch import nn
 from ...errors import OSDPError
 from ...planner.description import DType, GatherSpan, ModelDescription
 from ...planner.split import ModelSplit, OperatorSplit
-from ..units import embedding_and_head, modules_by_name
+from ..units import modules_by_name
 from .apply import split_copy
 from .modules import is_conv1d
 
 SHALLOW = 8
 """Most blocks of a model that is split into operators; in deeper models, blocks are small enough as units."""
 _LOSS_CHUNKS = 8
-_HEAD_SLICES = 4
 _FRACTIONS = (2, 4)
 """Operators are split into slices no larger than the largest operator divided by these numbers."""
 MOST_SLICES = 64
@@ -35,23 +35,18 @@ def possible_splits(
 ) -> tuple[ModelSplit, ...]:
     """Return the splits that may be faster, with the smallest changes first; the unsplit model is left out.
 
-    These are the loss in chunks, or the vocabulary projection and its loss in slices, if the model allows it; in
-    shallow models also operator units, alone or with one of these, and operators in slices.
+    These are the loss in chunks, if the model allows it; in shallow models also operator units, alone or with the loss
+    in chunks, and operators in slices.
 
     The description is of the unsplit model. `vocabulary` requires that training passes labels to forward and reads no
     logits. Without `operators`, only the loss in chunks is possible; without `parts`, no operator is sliced.
     """
-    heads = _heads(model) if vocabulary else []
-    if description.compute_dtype is DType.FLOAT16:  # gradients that forward computes are without loss scale
-        heads = [head for head in heads if head.loss_chunks == 1]
-    if not operators:
-        heads = [head for head in heads if not head.sliced]
+    chunks = [1]
+    # in float16, gradients that forward computes are without loss scale
+    if vocabulary and description.compute_dtype is not DType.FLOAT16 and _takes_loss_in_chunks(model):
+        chunks.append(_LOSS_CHUNKS)
     kinds = [ModelSplit(), *(_operator_splits(model, description) if operators else ())]
-    made = (
-        ModelSplit(operators=kind.operators, sliced=(*kind.sliced, *head.sliced), loss_chunks=head.loss_chunks)
-        for kind in kinds
-        for head in (ModelSplit(), *([] if kind.sliced else heads))
-    )
+    made = (replace(kind, loss_chunks=n) for kind in kinds for n in (chunks[:1] if kind.sliced else chunks))
     return tuple(split for split in made if not split.is_none and (parts or not split.sliced))
 
 
@@ -82,18 +77,8 @@ def _operator_splits(model: nn.Module, description: ModelDescription) -> list[Mo
     return found
 
 
-def _heads(model: nn.Module) -> list[ModelSplit]:
-    """Return the possible splits of the vocabulary projection and its loss, with the smallest change first."""
-    head = embedding_and_head(model)[1]
-    name = next((name for name, module in modules_by_name(model).items() if module is head), None)
-    if name is None:
-        return []
-    found = []
-    for split in (
-        ModelSplit(loss_chunks=_LOSS_CHUNKS),
-        ModelSplit(sliced=(OperatorSplit(fqn=name, slices=_HEAD_SLICES),)),
-    ):
-        with suppress(OSDPError, ValueError):
-            split_copy(model, split)
-            found.append(split)
-    return found
+def _takes_loss_in_chunks(model: nn.Module) -> bool:
+    with suppress(OSDPError):
+        split_copy(model, ModelSplit(loss_chunks=_LOSS_CHUNKS))
+        return True
+    return False

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from ...errors import OSDPError
 
-_log = logging.getLogger(__name__)
 _KEPT = frozenset({"to", "float", "tanh", "mul", "div"})
 """Element-wise methods, which can be applied to each chunk if their arguments are numbers, dtypes and devices."""
 Change = tuple[Any, ...]
@@ -32,10 +29,10 @@ class DeferredLogits:
     """Logits that are computed when something reads them, and in chunks when `F.cross_entropy` reads them.
 
     Casts, views that keep the vocabulary as the last dimension, slices of tokens, scales by numbers and tanh are
-    stored and applied to each chunk. All other operations get a tensor of all logits.
+    stored and applied to each chunk. All other operations get a tensor of all logits. `head` is a `ChunkedHead`.
     """
 
-    def __init__(self, head: DefersLogits, hidden: torch.Tensor, changes: tuple[Change, ...] = ()) -> None:
+    def __init__(self, head: Any, hidden: torch.Tensor, changes: tuple[Change, ...] = ()) -> None:  # noqa: ANN401
         self._head, self._hidden, self._changes = head, hidden, changes
 
     @property
@@ -135,7 +132,7 @@ class DeferredLogits:
         if not classes or not is_plain or reduction not in ("sum", "mean"):
             return None
         total = self._head.sum_of(self._hidden, target, self._changes, ignore_index, label_smoothing)
-        return total if total is None or reduction == "sum" else total / (target != ignore_index).sum()
+        return total if reduction == "sum" else total / (target != ignore_index).sum()
 
 
 def _of_whole(name: str) -> Callable[..., Any]:
@@ -159,70 +156,3 @@ def _refuse_in_place(name: str) -> None:
 
 def _whole(value: Any) -> Any:  # noqa: ANN401
     return value.whole() if isinstance(value, DeferredLogits) else value
-
-
-class DefersLogits(nn.Module):
-    """A vocabulary projection that returns `DeferredLogits` in training with labels, see `defer_logits`."""
-
-    out_features: int
-    chunks: int
-    """Number of chunks of the logits; the loss holds one chunk at a time."""
-    defers: bool = False
-    """Whether the running model trains and received labels."""
-    _has_warned: bool = False
-
-    def __call__(self, hidden: torch.Tensor) -> Any:  # noqa: ANN401
-        """Defer the projection before any hook of the module runs, so that FSDP2 gathers the weight when it is
-        used.
-        """
-        return DeferredLogits(self, hidden) if self.defers else self.project(hidden)
-
-    def project(self, *arguments: Any) -> torch.Tensor:
-        """Call the module immediately, with the arguments of `forward`."""
-        return cast(torch.Tensor, super().__call__(*arguments))
-
-    def sum_of(
-        self,
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
-        changes: tuple[Change, ...],
-        ignore_index: int,
-        label_smoothing: float,
-    ) -> torch.Tensor | None:
-        """Return the sum of the tokens' losses from hidden states `[N, in]` and targets `[N]`; None if it needs all
-        logits.
-        """
-        raise NotImplementedError
-
-    def warn_of_whole(self) -> None:
-        """Warn once that something reads the logits, so that all of them are computed."""
-        if not self._has_warned:
-            self._has_warned = True
-            _log.warning(
-                "The logits are read in training, so the loss in %d chunks saves no memory; the results are the same.",
-                self.chunks,
-            )
-
-
-def defer_logits(owner: nn.Module, head: DefersLogits) -> None:
-    """Make a head defer its logits while its model, `owner`, trains with labels."""
-    owner.register_forward_pre_hook(
-        partial(_start_deferring, head, arguments_of(owner).index("labels")), with_kwargs=True
-    )
-    owner.register_forward_hook(partial(_stop_deferring, head), always_call=True)
-
-
-def arguments_of(module: nn.Module) -> list[str]:
-    """Return the names of a forward's arguments, in order."""
-    return list(inspect.signature(type(module).forward).parameters)[1:]
-
-
-def _start_deferring(
-    head: DefersLogits, labels_at: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    labels = args[labels_at] if len(args) > labels_at else kwargs.get("labels")
-    head.defers = labels is not None and model.training
-
-
-def _stop_deferring(head: DefersLogits, model: nn.Module, args: tuple[Any, ...], output: object) -> None:
-    head.defers = False

@@ -4,6 +4,9 @@ once.
 
 from __future__ import annotations
 
+import inspect
+import logging
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,8 +15,9 @@ from torch.nn import functional as F
 
 from ...errors import OSDPError
 from ..units import embedding_and_head
-from .deferred_logits import Change, DefersLogits, arguments_of, changed, defer_logits
+from .deferred_logits import Change, DeferredLogits, changed
 
+_log = logging.getLogger(__name__)
 _SUMMED_AT_ONCE = 8
 """Number of parts in which a weight's gradient is added to a sum of higher precision."""
 
@@ -36,10 +40,35 @@ class SumOfLosses(nn.Module):
         )
 
 
-class ChunkedHead(DefersLogits, nn.Linear):
-    """A vocabulary projection whose loss is computed in chunks of the tokens."""
+class ChunkedHead(nn.Linear):
+    """A vocabulary projection whose loss is computed in chunks of the tokens. While the model trains with labels, it
+    returns `DeferredLogits`.
+    """
 
     loss: SumOfLosses
+    chunks: int
+    defers: bool = False
+    """Whether the running model trains and received labels."""
+    _has_warned: bool = False
+
+    def __call__(self, hidden: torch.Tensor) -> Any:  # noqa: ANN401
+        """Defer the projection before any hook of the module runs, so that FSDP2 gathers the weight when it is
+        used.
+        """
+        return DeferredLogits(self, hidden) if self.defers else self.project(hidden)
+
+    def project(self, *arguments: Any) -> torch.Tensor:
+        """Call the module immediately, with the arguments of `forward`."""
+        return cast(torch.Tensor, super().__call__(*arguments))
+
+    def warn_of_whole(self) -> None:
+        """Warn once that something reads the logits, so that all of them are computed."""
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "The logits are read in training, so the loss in %d chunks saves no memory; the results are the same.",
+                self.chunks,
+            )
 
     def forward(self, hidden: torch.Tensor, *losses: Any) -> torch.Tensor:
         """Return logits of hidden states `[..., in]`; with further arguments of `SumOfLosses`, the sum of the
@@ -177,4 +206,22 @@ def chunk_loss(model: nn.Module, chunks: int) -> None:
     head.__class__ = ChunkedHead
     chunked = cast(ChunkedHead, head)
     chunked.chunks, chunked.loss = chunks, SumOfLosses().train(head.training)
-    defer_logits(owner, chunked)
+    at = arguments_of(owner).index("labels")
+    owner.register_forward_pre_hook(partial(_start_deferring, chunked, at), with_kwargs=True)
+    owner.register_forward_hook(partial(_stop_deferring, chunked), always_call=True)
+
+
+def arguments_of(module: nn.Module) -> list[str]:
+    """Return the names of a forward's arguments, in order."""
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def _start_deferring(
+    head: ChunkedHead, labels_at: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    labels = args[labels_at] if len(args) > labels_at else kwargs.get("labels")
+    head.defers = labels is not None and model.training
+
+
+def _stop_deferring(head: ChunkedHead, model: nn.Module, args: tuple[Any, ...], output: object) -> None:
+    head.defers = False

@@ -16,7 +16,7 @@ from torch import nn
 from ...errors import OSDPError
 from ..parts import canonical_name
 from ..replaced import setting
-from .modules import SplitOperator
+from .modules import SplitLinear
 
 Join = Callable[[Sequence[Any], "WholeParameter"], Any]
 _OWN_POSITIONS: ContextVar[bool] = ContextVar("own positions", default=False)
@@ -53,7 +53,7 @@ class WholeParameter:
 
 def is_split(model: nn.Module) -> bool:
     """Whether the model has operators in slices."""
-    return any(isinstance(module, SplitOperator) for module in model.modules())
+    return any(isinstance(module, SplitLinear) for module in model.modules())
 
 
 def whole_parameters(model: nn.Module) -> dict[str, WholeParameter]:
@@ -63,7 +63,7 @@ def whole_parameters(model: nn.Module) -> dict[str, WholeParameter]:
     home = {id(module): canonical_name(name) for name, module in model.named_modules()}
     found = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        if not isinstance(module, SplitOperator):
+        if not isinstance(module, SplitLinear):
             continue
         for leaf, dim in module.leaves.items():
             shape = list(next(module.parts(leaf)).shape)

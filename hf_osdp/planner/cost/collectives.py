@@ -1,5 +1,5 @@
 """Seconds and buffer bytes of collectives in a plan's groups: as measured, else estimated by rings
-(docs/planner_search.md).
+(docs/planner.md).
 """
 
 from __future__ import annotations

@@ -100,8 +100,7 @@ def _terms(
     description: ModelDescription, layouts: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
 ) -> tuple[list[UnitBytes], list[SegmentBytes]]:
     """Return the memory terms of each unit and of each segment."""
-    away = any(layout.away for layout in layouts)
-    unit_terms = partial(unit_bytes, world_size=world_size, job=job, batch=batch, beside_host=away)
+    unit_terms = partial(unit_bytes, world_size=world_size, job=job, batch=batch)
     pairs = zip(range(len(description.units)), layouts, strict=True)
     recomputes = any(layout.activations.recomputes for layout in layouts)
     segments = [

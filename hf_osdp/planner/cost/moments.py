@@ -10,7 +10,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from ..decision import Batch
 from ..description import GatherSpan, ModelDescription, Segment
@@ -39,8 +39,6 @@ class MemoryBreakdown:
     """The module's own buffers, the batch, and other models."""
     held_outputs: int = 0
     """Outputs of the model that the loop keeps through backward, such as logits."""
-    correction: int = 0
-    """Error of the estimate, from a simulation or a measurement."""
 
     @property
     def total(self) -> int:
@@ -112,11 +110,13 @@ class CallMoments(Generic[Bytes]):
     """Moments of one call of a unit that is freed after use, relative to the level before its forward or its backward.
 
     Buffers of its neighbours are not in them: what the unit before gathers or reduces, and the prefetched gather.
+    A unit that FSDP2 manages frees the former when it is gathered and reduced; replicas leave them.
     """
 
     copy_out: Bytes
     """While parameters are copied out of the gather's buffer in forward."""
     forward: Bytes
+    """In forward, without the gather's buffer."""
     left_by_forward: Bytes
     """f: saved activations and kept parameters."""
     gather: Bytes
@@ -124,7 +124,7 @@ class CallMoments(Generic[Bytes]):
     compute: Bytes
     """In backward until gradients are reduced."""
     reductions: tuple[Bytes, ...]
-    """While gradients are reduced: before they are freed, and with the result; none if the call reduces none."""
+    """While gradients are reduced: before they are freed, and with the result; none if that is at the end."""
     left_by_backward: Bytes
     """r: gradients."""
 
@@ -134,32 +134,16 @@ NO_CALL: CallMoments[int] = CallMoments(
 )
 
 
-def call_moments(
-    unit: UnitBytes,
-    segment: SegmentBytes,
-    of: Callable[..., Bytes],
-    *,
-    is_first: bool = True,
-    is_last: bool = True,
-    ends_late: bool = False,
-) -> CallMoments[Bytes]:
-    """Return the moments of a call, whose backward `segment` includes the sum of gradients of several calls; `of`
-    makes bytes of kinds.
-
-    Backward reaches the last call first: its gradients wait for those of the first, which are reduced, in the call or
-    at the end of backward (`ends_late`).
-    """
-    kept = unit.kept if is_first else 0
+def call_moments(unit: UnitBytes, segment: SegmentBytes, of: Callable[..., Bytes]) -> CallMoments[Bytes]:
+    """Return the moments of a call; `of` makes bytes of kinds."""
     own, cast = (0, 0) if unit.kept else (unit.gathered, unit.cast_buffer)
-    forward = of(activations=segment.saved, gathered=kept)
-    arrived = (unit.waiting_gradients if is_last else 0) - (unit.waiting_gradients if is_first else 0)
+    forward = of(activations=segment.saved, gathered=unit.kept)
     reductions: tuple[Bytes, ...] = ()
-    backward = of(gradients=arrived)
-    if is_first and ends_late:
-        backward = of(gathered=unit.gathered, gradients=arrived + unit.unsharded_gradients)
-    elif is_first:
-        freed = of(activations=segment.gradient - segment.saved, gathered=-kept, gradients=arrived)
-        backward = of(gradients=arrived + unit.gradients_after, buffers=unit.reduced_after)
+    if unit.at_end:
+        backward = of(gathered=unit.gathered, gradients=unit.unsharded_gradients)
+    else:
+        freed = of(activations=segment.gradient - segment.saved, gathered=-unit.kept)
+        backward = of(gradients=unit.gradients_after, buffers=unit.reduced_after)
         reductions = (
             freed + of(activations=unit.unsharded_gradients, buffers=unit.reduce_input + unit.reduce_copy),
             freed
@@ -167,7 +151,7 @@ def call_moments(
         )
     return CallMoments(
         copy_out=of(gathered=unit.gather_buffer + unit.gathered + unit.copy_out),
-        forward=of(activations=segment.forward_peak, gathered=unit.gather_buffer + unit.gathered),
+        forward=of(activations=segment.forward_peak, gathered=unit.gathered),
         left_by_forward=forward,
         gather=of(gathered=own + unit.prefetched, buffers=cast),
         compute=of(activations=segment.backward_peak, gathered=own),
@@ -188,7 +172,11 @@ class EndMoments(Generic[Bytes]):
 
 
 def end_moments(unit: UnitBytes, of: Callable[..., Bytes]) -> EndMoments[Bytes]:
-    """Return the moments of a reduction at the end of backward; `of` makes bytes of kinds."""
+    """Return the moments of a reduction at the end of backward, 0 of a unit that was reduced before; `of` makes bytes
+    of kinds.
+    """
+    if not unit.at_end:
+        return EndMoments(filled=of(), reduced=of(), left=of())
     freed = of(gathered=-unit.gathered, gradients=-unit.joined)
     left = freed + of(gradients=unit.left_at_end, buffers=unit.reduced_after)
     return EndMoments(
@@ -214,55 +202,46 @@ def step_moments(
     whole_step = [i for i, unit in enumerate(description.units) if unit.span is GatherSpan.STEP]
     uses = calls_of(description)
     calls = [
-        None
-        if unit in whole_step
-        else call_moments(
-            units[unit], segments[index], of, is_first=index == uses[unit][0], is_last=index == uses[unit][-1],
-            ends_late=description.units[unit].ends_late,
-        )
+        None if unit in whole_step else call_moments(units[unit], segments[index], of)
         for index, unit in enumerate(segment.unit for segment in order)
     ]  # fmt: skip
     level = of(
         parameters=sum(u.parameters for u in units),
         optimizer=sum(u.optimizer for u in units),
         gradients=sum(u.gradients_held for u in units),
-        gathered=sum(units[i].gathered for i in whole_step),
+        gathered=sum(units[i].gathered for i in whole_step) + (copies := sum(u.copies for u in units)),
     )
     level = level + resident_bytes(description, job, batch.micro_batch_size, of)
-    buffer = max((units[i].gather_buffer for i in whole_step), default=0)
+    beside = _buffers_beside(description, units)
     for i in whole_step:
         if copy_out := units[i].copy_out:
-            yield "forward: gather", i, level + of(gathered=buffer + copy_out)
-    for segment, terms, call in zip(order, segments, calls, strict=True):
+            yield "forward: gather", i, level + of(gathered=beside.before_forward[0] + copy_out)
+    buffers = zip(beside.before_forward, beside.before_forward[1:], strict=False)
+    for segment, terms, call, (before, buffer) in zip(order, segments, calls, buffers, strict=True):
         if call is None:
             yield "forward", segment.unit, level + of(activations=terms.forward_peak, gathered=buffer)
             level = level + of(activations=terms.saved)
             continue
-        # FSDP2 frees the gather buffer of the preceding unit only after this unit has been copied out of its own
-        yield "forward: gather", segment.unit, level + call.copy_out + of(gathered=buffer)
-        buffer = units[segment.unit].gather_buffer
-        yield "forward", segment.unit, level + call.forward
+        yield "forward: gather", segment.unit, level + call.copy_out + of(gathered=before)
+        yield "forward", segment.unit, level + call.forward + of(gathered=buffer)
         level = level + call.left_by_forward
 
-    in_flight = 0  # reduce input of the unit whose backward ended before
-    arriving, prefetches, reduced = gradients_arriving(description, job), gathered_ahead(description), 0
+    arriving, reduced = gradients_arriving(description, job), 0
     for index, (segment, terms, call) in reversed(list(enumerate(zip(order, segments, calls, strict=True)))):
-        number, before = segment.unit, prefetches[index]
-        ahead = 0 if before is None else units[before].prefetched
+        number, ahead, tail = segment.unit, of(gathered=beside.ahead[index]), of(buffers=beside.in_flight[index])
         if call is None:
-            compute = of(activations=terms.backward_peak, gathered=ahead, buffers=in_flight)
-            yield "backward", number, level + compute
-            level = level + of(activations=-terms.saved, gradients=arriving[index])
+            yield "backward", number, level + of(activations=terms.backward_peak) + ahead + tail
+            come = sum(nbytes for i, nbytes in arriving[index].items() if units[i].unsharded_gradients)
+            level = level + of(activations=-terms.saved, gradients=come)
             continue
-        yield "backward: gather", number, level + call.gather + of(buffers=in_flight)
-        yield "backward", number, level + call.compute + of(gathered=ahead, buffers=in_flight)
+        yield "backward: gather", number, level + call.gather + tail
+        yield "backward", number, level + call.compute + ahead + tail
         for moment in call.reductions:
-            yield "backward: reduce", number, level + moment + of(gathered=ahead)
-        if call.reductions:
-            in_flight, reduced = units[number].reduce_tail, reduced + units[number].reduced_after
+            yield "backward: reduce", number, level + moment + ahead + (of() if units[number].managed else tail)
+        reduced += units[number].reduced_after if call.reductions else 0
         level = level - call.left_by_forward + call.left_by_backward
 
-    at_end = [i for i, unit in enumerate(description.units) if unit.reduced_at_end]
+    at_end = [i for i, unit in enumerate(units) if unit.at_end]
     idle = [i for i in whole_step if i not in uses]
     settled = sum(units[i].gradients_settled for i in uses if i not in at_end)
     level = level + of(gradients=settled + sum(units[i].unsharded_gradients for i in idle))
@@ -273,7 +252,34 @@ def step_moments(
         level, reduced = level + end.left, reduced + units[number].reduced_after
     scratch = combined_scratch(job, [unit.step_scratch for unit in units])
     scratch = max(scratch, *(unit.states_passing for unit in units), 0)
-    yield "optimizer step", None, level + of(buffers=scratch - reduced)
+    yield "optimizer step", None, level + of(buffers=scratch - reduced, gathered=-copies)
+
+
+class _Beside(NamedTuple):
+    """FSDP2's buffers of other units, by segment. Units that it does not manage leave them where they are."""
+
+    before_forward: list[int]
+    """Gather buffer of the unit before, which FSDP2 frees after it has copied the unit out of its own; the last one is
+    that at the end of forward."""
+    in_flight: list[int]
+    """Reduce input of the unit whose backward ended before."""
+    ahead: list[int]
+    """Gather that is prefetched when the segment's backward begins, or began before and is not used yet."""
+
+
+def _buffers_beside(description: ModelDescription, units: Sequence[UnitBytes]) -> _Beside:
+    whole_step = (unit for unit, own in zip(units, description.units, strict=True) if own.span is GatherSpan.STEP)
+    gathered = [max((unit.gather_buffer for unit in whole_step), default=0)]
+    in_flight, ahead = [0], [0]
+    prefetches = gathered_ahead(description, [unit.managed for unit in units])
+    passing = [(units[s.unit], description.units[s.unit].span is GatherSpan.USE) for s in description.segments]
+    for unit, in_use in passing:
+        gathered.append(unit.gather_buffer if in_use and unit.managed else gathered[-1])
+    for (unit, in_use), before in zip(reversed(passing), reversed(prefetches), strict=True):
+        ahead.append(ahead[-1] if not unit.managed else 0 if before is None else units[before].prefetched)
+        reduces = in_use and unit.managed and not unit.at_end
+        in_flight.append(unit.reduce_tail if reduces else in_flight[-1])
+    return _Beside(gathered, in_flight[-2::-1], ahead[:0:-1])
 
 
 def combined_scratch(job: TrainingJob, scratch: Sequence[int]) -> int:
@@ -282,13 +288,12 @@ def combined_scratch(job: TrainingJob, scratch: Sequence[int]) -> int:
 
 
 def resident_bytes(description: ModelDescription, job: TrainingJob, samples: int, of: Callable[..., Bytes]) -> Bytes:
-    """Return the bytes that do not depend on layouts: the module's buffers, the batch, outputs that the loop holds,
-    and the correction; `of` makes bytes of kinds.
+    """Return the bytes that do not depend on layouts: the module's buffers, the batch, and outputs that the loop
+    holds; `of` makes bytes of kinds.
     """
     return of(
         model_buffers=description.buffer_bytes + description.other_bytes + description.input_bytes.bytes(samples),
         held_outputs=description.output_bytes.bytes(samples) if job.holds_outputs else 0,
-        correction=job.correction_bytes,
     )
 
 
@@ -311,22 +316,31 @@ def merging_segments(description: ModelDescription, job: TrainingJob) -> dict[in
     return found
 
 
-def gathered_ahead(description: ModelDescription) -> tuple[int | None, ...]:
-    """Return for each segment the unit whose gather is prefetched while the segment's backward computes, or None.
+def gathered_ahead(description: ModelDescription, managed: Sequence[bool]) -> tuple[int | None, ...]:
+    """Return for each segment the unit whose gather is prefetched when the segment's backward begins, or None; FSDP2
+    does this for units that it manages, and skips others.
 
     FSDP2 prefetches the group whose forward ended before (`FSDPParamGroup._backward_prefetch`). The root's forward
     ends last, so that its segments are not in this order. Segments of shared weights are not in it either if one of
     the modules never runs (T5's `shared`). If all run, nothing is prefetched where the shared weights are next,
     because they are still gathered.
     """
-    runs = Counter(segment.unit for segment in description.segments)
     ahead: list[int | None] = []
     before: int | None = None
-    for segment in description.segments:
+    for segment, hides in zip(description.segments, hiding(description), strict=True):
         ahead.append(before)
-        unit = description.units[segment.unit]
-        if unit.span is not GatherSpan.STEP:
+        if managed[segment.unit] and description.units[segment.unit].span is not GatherSpan.STEP:
             before = segment.unit
-        elif unit.fqn and runs[segment.unit] >= len(unit.module_names):
+        elif managed[segment.unit] and hides:
             before = None
     return tuple(ahead)
+
+
+def hiding(description: ModelDescription) -> list[bool]:
+    """Return for each segment whether it is one of shared weights that FSDP2 has in its order."""
+    runs = Counter(segment.unit for segment in description.segments)
+    units = (description.units[segment.unit] for segment in description.segments)
+    return [
+        unit.span is GatherSpan.STEP and bool(unit.fqn) and runs[segment.unit] >= len(unit.module_names)
+        for unit, segment in zip(units, description.segments, strict=True)
+    ]

@@ -1,4 +1,4 @@
-"""Seconds of one optimizer step, by unit and by kind of work; docs/planner_search.md has the equations."""
+"""Seconds of one optimizer step, by unit and by kind of work; docs/planner.md has the equations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..affine import Affine
 from ..decision import Batch, UnitLayout
-from ..description import GatherSpan, ModelDescription, PhaseCost, UnitDescription
+from ..description import GatherSpan, ModelDescription, PhaseCost, Recomputation, UnitDescription
 from ..hardware import Collective, Hardware
 from ..placement import Activations
 from ..training_job import TrainingJob
@@ -28,8 +28,6 @@ class Windows:
 
     forward: float = 0.0
     backward: float = 0.0
-    later: tuple[Windows, ...] = ()
-    """Windows of the unit's later calls (`GatherSpan.CALLS`), in which it is gathered again, but not reduced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +43,8 @@ class UnitTime:
     optimizer_s: float
     update_gathers_s: float = 0.0
     """The part of `optimizer_s` in which updates of matrices are gathered."""
+    waits_s: float = 0.0
+    """The part of `compute_s` in which a GPU waits for the CPU to issue work."""
 
     @property
     def total_s(self) -> float:
@@ -144,16 +144,15 @@ def unit_work(
     """
     timed = timed or partial(phases, description, hardware, samples)
     compute_s = [0.0] * len(description.units)
-    calls: list[list[Windows]] = [[] for _ in description.units]
+    windows = [Windows() for _ in description.units]
     before, overlaps = 0.0, hardware.backend.overlaps
     own, plain = (passes(description, hardware, timed(choice), queued) for choice in (activations, Activations.SAVE))
     for segment, (forward, backward), (saved, _) in zip(description.segments, own, plain, strict=True):
         compute_s[segment.unit] += forward + backward
-        if description.units[segment.unit].span is not GatherSpan.STEP:
-            calls[segment.unit].append(Windows(forward=before, backward=backward) if overlaps else Windows())
+        if overlaps and description.units[segment.unit].span is GatherSpan.USE:
+            windows[segment.unit] = Windows(forward=before, backward=backward)
         before = saved
-    windows = tuple(replace(first, later=tuple(later)) for first, *later in (made or [Windows()] for made in calls))
-    return tuple(compute_s), windows
+    return tuple(compute_s), tuple(windows)
 
 
 class UnitTimer:
@@ -167,20 +166,32 @@ class UnitTimer:
         self._queued = once_per_shape(description.units, self._queue_of)
         self._timed = cache(partial(phases, description, hardware, batch.micro_batch_size))
         self._known: dict[UnitLayout, tuple[tuple[float, ...], tuple[Windows, ...]]] = {}
+        self._done = cache(self._done_by_device)
+
+    def _done_by_device(self, policy: Recomputation | None) -> list[float]:
+        """Return each unit's seconds of work on the device in one micro-step."""
+        work, done_s = self._timed(Activations(recomputation=policy)), [0.0] * len(self._description.units)
+        for segment, (forward, _), (backward, _) in zip(
+            self._description.segments, work[::2], work[1::2], strict=True
+        ):
+            done_s[segment.unit] += forward + backward
+        return done_s
 
     def work(self, layout: UnitLayout) -> tuple[tuple[float, ...], tuple[Windows, ...]]:
-        """Return `unit_work` as if all units were recomputed, freed and reduced by this layout; those that are
-        gathered for the whole step are never freed.
+        """Return `unit_work` as if all units were replicas or sharded, recomputed, freed and reduced by this layout;
+        those that are gathered for the whole step are never freed.
         """
         # the fields that count here; with others the result would depend on which layout came first
+        world_size = self._hardware.world_size
         alike = UnitLayout(
-            shard_size=1,
+            shard_size=1 if layout.is_replica else world_size,
             reshard_after_forward=layout.reshard_after_forward,
             reduce_every_micro_step=layout.reduce_every_micro_step,
             activations=Activations(recomputation=layout.activations.recomputation),
+            on_host=layout.away and world_size == 1,  # else it would be a replica
         )
         if not self._hardware.backend.overlaps:
-            alike = replace(alike, reshard_after_forward=True, reduce_every_micro_step=True)
+            alike = replace(alike, shard_size=1, on_host=False)
         if alike not in self._known:
             queued = [self._queued(index, alike) for index in range(len(self._description.units))]
             self._known[alike] = unit_work(
@@ -201,7 +212,9 @@ class UnitTimer:
     def __call__(self, index: int, layout: UnitLayout) -> UnitTime:
         """Return the seconds of a unit under a layout."""
         compute_s, windows, transfer = self._parts(index, layout)
-        return unit_time(self.terms(index, layout), layout, windows, compute_s, self._batch, transfer)
+        time = unit_time(self.terms(index, layout), layout, windows, compute_s, self._batch, transfer)
+        done_s = self._done(layout.activations.recomputation)[index]
+        return replace(time, waits_s=self._batch.accumulation_steps * (compute_s - done_s))
 
     def estimate(self, layouts: Sequence[UnitLayout]) -> TimeEstimate:
         """Return the seconds of a step, by unit and kind; `layouts` has one layout per unit, in the description's
@@ -256,9 +269,6 @@ def overlaps_of(
     yield Overlap(steps, 0.0, {ACTIVATIONS: transfer.back_before})
     yield Overlap(steps - 1, windows.backward, {**back, scatter: early_s})
     yield Overlap(1, windows.backward, {**back, scatter: terms.reduce_scatter, reduce: terms.all_reduce})
-    for call in windows.later:
-        yield Overlap(steps, call.forward, {gather: terms.gather_forward})
-        yield Overlap(steps, call.backward, {gather: terms.gather_backward})
 
 
 def unit_time(
@@ -274,13 +284,11 @@ def unit_time(
         (times, sum(seconds.values()), hidden_s)
         for times, hidden_s, seconds in overlaps_of(terms, layout, windows, batch, transfer)
     ]
-    # copies out of buffers in both passes
-    copies = terms.copy_forward + terms.copy_backward + len(windows.later) * 2 * terms.copy_forward
     return UnitTime(
         compute_s=batch.accumulation_steps * compute_s,
         communication_s=sum(times * whole for times, whole, _ in found),
         exposed_s=sum(times * max(0.0, whole - hidden_s) for times, whole, hidden_s in found),
-        copy_s=batch.accumulation_steps * (copies + transfer.traffic),
+        copy_s=batch.accumulation_steps * (terms.copy_forward + terms.copy_backward + transfer.traffic),
         optimizer_s=terms.optimizer,
         update_gathers_s=terms.update_gathers,
     )

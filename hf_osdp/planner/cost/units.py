@@ -1,11 +1,12 @@
-"""Costs of one layout for one unit, with FSDP2's allocations: bytes on the fullest rank, seconds."""
+"""Costs of one layout for one unit: seconds, and bytes on the fullest rank as FSDP2 or a replica allocates them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..decision import LAYOUT_FIELDS, Batch, UnitLayout
 from ..description import DType, GatherSpan, ModelDescription, ParameterSpec, UnitDescription, shard_dim
@@ -44,50 +45,56 @@ class UnitBytes:
     """Change of the gradients' bytes at the end of the last micro-step: negative where held whole gradients become
     shards. Earlier micro-steps end with whole gradients, so that this counts at the end of the step and not at each
     unit."""
-    reduced_after: int
+    reduced_after: int = 0
     """Reduced gradients that FSDP2 keeps until the end of backward, beside the terms above."""
-    gathered: int
+    copies: int = 0
+    """Parameters of a replica in the compute dtype, held in forward and backward of each micro-step, but not in the
+    optimizer step."""
+    gathered: int = 0
     """Unsharded parameters in the compute dtype."""
-    gather_buffer: int
+    gather_buffer: int = 0
     """Output of the all-gather before it is copied out; 0 if nothing is sent."""
-    cast_buffer: int
+    cast_buffer: int = 0
     """Further bytes of a gather in backward: parameters that are cast or copied to the device, the buffer between two
     stages, and `copy_out`.
     """
     copy_out: int = 0
     """Temporaries of the copy out of the gather's buffer: parameters that are not sharded along dimension 0."""
     unsharded_gradients: int
-    """Gradients from autograd, before they are reduced or added to held whole gradients."""
+    """Gradients from autograd, before they are reduced or added to held whole gradients; 0 if autograd adds them."""
     joined: int = 0
     """The part of `unsharded_gradients` that is added to held whole gradients before a reduction at the end of
     backward."""
-    reduce_input: int
+    reduce_input: int = 0
     """Input buffer of the reduce-scatter."""
     reduce_copy: int = 0
-    """The last gradient that was copied because it is not sharded along dimension 0; a loop variable keeps the
-    original while the input is filled.
+    """Bytes beside autograd's gradients before they are freed. Of a replica, its flat gradients. Else the last
+    gradient that was copied because it is not sharded along dimension 0; a loop variable keeps the original while the
+    input is filled.
     """
     reduce_stage: int
     """Buffer between two stages of the reduce-scatter with codes of fewer bits; or the codes between replicas, if
     they are larger.
     """
-    last_gradient: int
+    last_gradient: int = 0
     """Gradients from autograd that loop variables of FSDP2's `foreach_reduce` keep until that function returns: the
     last parameter's, and that of `reduce_copy`.
     """
-    reduce_tail: int
+    reduce_tail: int = 0
     """Input of the reduce-scatter while the backward of the next unit runs; it is freed when that backward ends."""
-    reduce_output: int
+    reduce_output: int = 0
     """Output of the reduce-scatter, without the part that becomes the gradient."""
-    kept: int
+    kept: int = 0
     """Gathered parameters that stay between forward and backward."""
-    waiting_gradients: int = 0
-    """Gradients of all calls but the first, whole until the first call's backward (`GatherSpan.CALLS`)."""
+    managed: bool = True
+    """Whether FSDP2 runs the unit. Beside a replica its buffers stay for the units of other kind that run between."""
+    at_end: bool = False
+    """Whether gradients are reduced at the end of backward."""
 
     @property
     def held(self) -> int:
-        """Bytes at every moment."""
-        return self.parameters + self.optimizer + self.gradients_held
+        """Bytes at every moment of forward and backward."""
+        return self.parameters + self.optimizer + self.gradients_held + self.copies
 
     @property
     def reduce_work(self) -> int:
@@ -121,9 +128,11 @@ class UnitSeconds:
     all_reduce: float
     """Between replicas."""
     copy_forward: float
-    """FSDP2's work on the compute stream to gather in forward: copies into and out of buffers, hooks, views."""
+    """Work on the compute stream in forward: FSDP2's copies into and out of buffers, hooks and views; copies of a
+    replica.
+    """
     copy_backward: float
-    """FSDP2's work on the compute stream to gather and to reduce in backward."""
+    """Work on the compute stream to gather and to reduce in backward."""
     optimizer: float
     """Clipping, optimizer step on the unit's shard, and `update_gathers`."""
     update_gathers: float = 0.0
@@ -163,24 +172,15 @@ def once_per_shape(
 
 
 def unit_bytes(
-    unit: UnitDescription,
-    layout: UnitLayout,
-    world_size: int,
-    job: TrainingJob,
-    batch: Batch,
-    *,
-    beside_host: bool = False,
+    unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, batch: Batch
 ) -> UnitBytes:
-    """Return the memory terms of a unit under a layout; `beside_host`: some unit of the plan is on the host.
-
-    In one process a unit without FSDP2 frees no reduce input; that of an earlier unit on the host is then still in
-    flight after it.
-    """
+    """Return the memory terms of a unit under a layout."""
+    if layout.is_replica:
+        return _replica_bytes(unit, layout, world_size, job, batch)
     g, precision, trainable = layout.shard_size, job.precision, unit.trainable
     shards = sum(p.sharded_bytes(g) for p in trainable)
     gradients = 0 if layout.away else shards
-    copies = runs_fsdp(unit, world_size, job) or layout.away
-    gathered = _nbytes(unit.parameters, precision.gathered_dtype, g) if copies else 0
+    gathered = _nbytes(unit.parameters, precision.gathered_dtype, g)
     scatter_input = reduce_input(unit, g, job)
     reduced = scatter_input // g
     recast = any(precision.reduced_dtype(p) is not p.dtype for p in trainable)
@@ -189,11 +189,9 @@ def unit_bytes(
     in_loops = dict.fromkeys([*trainable[-1:], *copied]) if g > 1 else {}
     holds = batch.holds_gradients(layout)
     accumulates = batch.accumulation_steps > 1 and not holds
-    if not copies:  # a plain parameter accumulates its gradient in place
-        holds, accumulates = False, batch.accumulation_steps > 1
     partial = accumulates and g < world_size  # reduced in the shard group, not yet between replicas
     held = whole if holds else reduced if partial else gradients if accumulates else 0
-    output = reduced if copies and (recast or accumulates or layout.away) else 0
+    output = reduced if recast or accumulates or layout.away else 0
     if layout.away and recast:  # cast on the device, then copied
         output += shards
     # while units are reduced at the end, gradients of the others are shards
@@ -206,7 +204,7 @@ def unit_bytes(
     kept_back = reduced if g < world_size and (recast or layout.away) else 0
     # held gradients are freed when they are reduced: only the excess of `kept_back` over them counts
     beside = max(0, kept_back + gradients - whole) if joins else kept_back
-    terms = shard_bytes(unit, layout, job)
+    terms: dict[str, Any] = shard_bytes(unit, layout, job)
     if partial or not accumulates:
         terms["host_moment"] = 0
     return UnitBytes(
@@ -217,24 +215,53 @@ def unit_bytes(
         reduced_after=beside,
         gathered=gathered,
         gather_buffer=gathered if g > 1 else 0,
-        cast_buffer=_cast_buffer(unit, layout, job) if copies else 0,
+        cast_buffer=_cast_buffer(unit, layout, job),
         copy_out=_nbytes(_copied(unit.parameters, g), precision.gathered_dtype),
         unsharded_gradients=0 if joins else unsharded,
         joined=unsharded if holds and not joins else 0,
-        waiting_gradients=unsharded if unit.span is GatherSpan.CALLS else 0,
-        reduce_input=scatter_input if copies else 0,
+        reduce_input=scatter_input,
         reduce_copy=copy,
         reduce_stage=_reduce_stage(unit, layout, world_size, job, reduced),
         last_gradient=0 if joins else last,
-        reduce_tail=scatter_input if copies or beside_host else 0,
+        reduce_tail=scatter_input,
         reduce_output=output,
         kept=0 if layout.reshard_after_forward else gathered,
+        at_end=unit.reduced_at_end,
     )
 
 
-def runs_fsdp(unit: UnitDescription, world_size: int, job: TrainingJob) -> bool:
-    """Return whether FSDP2 handles a unit on the device: one process without a cast trains the plain module."""
-    return world_size > 1 or any(job.precision.gathered_dtype(p) is not p.dtype for p in unit.parameters)
+def _replica_bytes(
+    unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, batch: Batch
+) -> UnitBytes:
+    """Return the memory terms of a unit whose parameters are plain (sharding/replicas.py). One process neither copies
+    gradients nor reduces them.
+    """
+    precision, trainable, accumulates = job.precision, unit.trainable, batch.accumulation_steps > 1
+    terms: dict[str, Any] = shard_bytes(unit, layout, job)
+    flat, whole = _nbytes(trainable, attrgetter("dtype")), _nbytes(trainable, precision.gathered_dtype)
+    casts, copied = cast_parameters(trainable, job), cast_parameters(unit.parameters, job)
+    in_place = accumulates and not casts  # autograd adds to the held gradients
+    if accumulates:
+        copy = 0 if in_place else whole
+    else:
+        copy = flat if casts or world_size > 1 else 0
+    return UnitBytes(
+        **terms,
+        gradients_held=flat if accumulates else 0,
+        gradients_after=0 if accumulates else flat,
+        gradients_settled=0,
+        copies=_nbytes(copied, precision.gathered_dtype),
+        unsharded_gradients=merged_gradients(unit, job) if in_place else whole,
+        reduce_copy=copy,
+        reduce_stage=_reduce_stage(unit, layout, world_size, job, flat),
+        managed=False,
+        at_end=unit.span is GatherSpan.STEP,
+    )
+
+
+def cast_parameters(parameters: Iterable[ParameterSpec], job: TrainingJob) -> list[ParameterSpec]:
+    """Return the parameters that compute in another dtype than that of their storage."""
+    return [p for p in parameters if job.precision.gathered_dtype(p) is not p.dtype]
 
 
 def reduce_input(unit: UnitDescription, shard_size: int, job: TrainingJob) -> int:
@@ -245,33 +272,31 @@ def reduce_input(unit: UnitDescription, shard_size: int, job: TrainingJob) -> in
     return _nbytes(unit.trainable, job.precision.reduced_dtype, shard_size)
 
 
-def gradients_arriving(description: ModelDescription, job: TrainingJob) -> tuple[int, ...]:
-    """Return for each segment the bytes of gradients, of parameters gathered for the whole step, that its backward
-    adds.
+def gradients_arriving(description: ModelDescription, job: TrainingJob) -> tuple[Mapping[int, int], ...]:
+    """Return for each segment the bytes of gradients that its backward adds, by unit gathered for the whole step.
 
     A gradient without a traced time counts from the unit's last segment on. A gradient that a block's backward adds
     counts from the nearest later segment of a unit gathered for the whole step, whose backward comes first.
     """
-    segments, arriving = description.segments, [0] * len(description.segments)
+    segments, arriving = description.segments, [Counter[int]() for _ in description.segments]
     whole_step = [index for index, s in enumerate(segments) if description.units[s.unit].span is GatherSpan.STEP]
     last = {segments[index].unit: index for index in whole_step}
     traced = {name: index for index, segment in enumerate(segments) for name in segment.gradients}
     for unit, at_latest in last.items():
         for p in description.units[unit].trainable:
             comes = traced.get(p.name, at_latest)
-            arriving[next((index for index in whole_step if index >= comes), whole_step[-1])] += _nbytes(
-                [p], job.precision.gathered_dtype
-            )
+            first = next((index for index in whole_step if index >= comes), whole_step[-1])
+            arriving[first][unit] += _nbytes([p], job.precision.gathered_dtype)
     return tuple(arriving)
 
 
 def merged_gradients(unit: UnitDescription, job: TrainingJob) -> int:
     """Return the bytes of autograd's sum of a parameter's gradients, which is live beside both summands.
 
-    A parameter has several gradients if it has several names, or its unit several calls.
+    A parameter has several gradients if it has several names.
     """
     shared = {names[0] for names in unit.shared}
-    several = [p for p in unit.trainable if unit.span is GatherSpan.CALLS or p.name in shared]
+    several = [p for p in unit.trainable if p.name in shared]
     return _nbytes(several, job.precision.gathered_dtype)
 
 
@@ -279,14 +304,13 @@ def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, 
     """Return the time terms of `unit` under `layout`."""
     g = layout.shard_size
     gathered, reduced = _nbytes(unit.parameters, job.precision.gathered_dtype, g), reduce_input(unit, g, job)
+    if layout.is_replica:  # reduced in its own dtype
+        reduced = _nbytes(unit.trainable, attrgetter("dtype"))
     brought, taken, update = shard_seconds(unit, layout, hardware, job)
     gather, scatter, replicas = unit_collective_seconds(unit, layout, hardware, gathered, reduced)
-    copy_out, copy_in = 0.0, 0.0
-    if runs_fsdp(unit, hardware.world_size, job) or layout.away:
-        again = (_nbytes(_copied(ps, g), job.precision.gathered_dtype) for ps in (unit.parameters, unit.trainable))
-        copy_out, copy_in = _copy_seconds(unit, g, gathered + next(again), reduced + next(again), hardware)
+    copy_out, copy_in = _copy_seconds(unit, layout, gathered, reduced, hardware, job)
     scatter += taken
-    if g == 1:  # FSDP2 copies replicas to the device on the compute stream
+    if g == 1:  # FSDP2 copies parameters to the device on the compute stream
         copy_out += brought
     else:
         gather += brought
@@ -306,31 +330,46 @@ def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, 
 
 
 def _copy_seconds(
-    unit: UnitDescription, g: int, gathered: int, reduced: int, hardware: Hardware
+    unit: UnitDescription, layout: UnitLayout, gathered: int, reduced: int, hardware: Hardware, job: TrainingJob
 ) -> tuple[float, float]:
-    """Return FSDP2's seconds to gather and to reduce a unit without collectives: measured, else copies at memory
-    speed.
+    """Return the seconds in forward and in backward of all that runs to gather and to reduce a unit, or to copy a
+    replica and its gradients, without collectives: measured, else copies at memory speed.
     """
-    rate, overhead = hardware.device.memory_bytes_per_s, hardware.fsdp_overhead
+    g, dtype, rate = layout.shard_size, job.precision.gathered_dtype, hardware.device.memory_bytes_per_s
+    overhead = None if hardware.backend.overlaps else hardware.fsdp_overhead
+    if layout.is_replica:
+        cast = cast_parameters(unit.parameters, job)
+        if not cast and hardware.world_size == 1:
+            return 0.0, 0.0
+        copied = _nbytes(cast, attrgetter("dtype")) + _nbytes(cast, dtype)
+        flat = _nbytes(unit.trainable, dtype) + reduced
+        if overhead is None:
+            return copied / rate, flat / rate
+        return overhead.copy(len(cast), copied), overhead.flatten(len(unit.trainable), flat)
     reductions = 2 if g == 1 else 1  # the reduce-scatter of one rank is a second copy
-    if overhead is None or hardware.backend.overlaps:
-        return 2 * gathered / rate, reductions * 2 * reduced / rate
-    copied = gathered if g == 1 else gathered + gathered // g
-    return overhead.gather(len(unit.parameters), copied), overhead.reduce(len(unit.trainable), reductions * reduced)
+    if overhead is None:
+        again = (_nbytes(_copied(ps, g), dtype) for ps in (unit.parameters, unit.trainable))
+        return 2 * (gathered + next(again)) / rate, reductions * 2 * (reduced + next(again)) / rate
+    brought = gathered if g == 1 else gathered + gathered // g
+    return overhead.gather(len(unit.parameters), brought), overhead.reduce(len(unit.trainable), reductions * reduced)
 
 
 def queue_seconds(
     unit: UnitDescription, layout: UnitLayout, hardware: Hardware, job: TrainingJob, batch: Batch
 ) -> tuple[float, float]:
-    """Return the CPU's seconds for FSDP2's work on a unit beside a GPU, in forward and in backward of a micro-step;
-    the latter include a part of the optimizer step. 0 without FSDP2.
+    """Return the CPU's seconds for a unit beside a GPU and beside its operators, in forward and in backward of a
+    micro-step; the latter include a part of the optimizer step.
     """
-    if not hardware.backend.overlaps or not runs_fsdp(unit, hardware.world_size, job):
+    cast = cast_parameters(unit.parameters, job)
+    if not hardware.backend.overlaps or (layout.is_replica and not cast and hardware.world_size == 1):
         return 0.0, 0.0
     overhead, trainable = hardware.queueing, len(unit.trainable)
+    update = overhead.updates[job.optimizer.step](trainable, 0) / batch.accumulation_steps
+    if layout.is_replica:
+        return overhead.copy(len(cast), 0), overhead.flatten(trainable, 0) + update
     gather, reduce = overhead.gather(len(unit.parameters), 0), overhead.reduce(trainable, 0)
-    last = batch.reduce_scatters(layout) * reduce + overhead.updates[job.optimizer.step](trainable, 0)
-    return gather, last / batch.accumulation_steps + (gather if layout.reshard_after_forward else 0.0)
+    last = batch.reduce_scatters(layout) * reduce / batch.accumulation_steps + update
+    return gather, last + (gather if layout.reshard_after_forward else 0.0)
 
 
 def _nbytes(parameters: Iterable[ParameterSpec], dtype_of: Callable[[ParameterSpec], DType], g: int = 1) -> int:
@@ -348,7 +387,7 @@ def _cast_buffer(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) ->
     copies. Those that the copy out of the buffer needs are allocated after codes and the other buffer are freed.
 
     Casts and copies of shards never exceed the later gather buffer, because FSDP2 makes them before the gather.
-    Replicas are copied to the device, cast and copied into place, one after the other.
+    Whole parameters are copied from the host, cast and copied into place, one after the other.
     """
     if (g := layout.shard_size) > 1:
         codes, gathered = messages(unit, layout, g)[0].gather_buffers(), job.precision.gathered_dtype
@@ -356,11 +395,8 @@ def _cast_buffer(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) ->
         return max(codes + stage, _nbytes(_copied(unit.parameters, g), gathered))
     highest = done = 0
     for p in unit.parameters:
-        whole, cast = (
-            p.numel * job.precision.gathered_dtype(p).itemsize,
-            job.precision.gathered_dtype(p) is not p.dtype,
-        )
-        brought = p.numel * p.dtype.itemsize if layout.away else 0
+        whole, brought = p.numel * job.precision.gathered_dtype(p).itemsize, p.numel * p.dtype.itemsize
+        cast = job.precision.gathered_dtype(p) is not p.dtype
         source = whole if cast else brought
         highest = max(highest, done + brought + (whole if cast else 0), done + source + whole)
         done += whole

@@ -19,7 +19,7 @@ from ..placement import Activations
 from ..problem import PlanningProblem, Strategy
 from .options import Option, Timeline
 from .program import Program
-from .solver import Solution, any_within
+from .solver import BranchAndBound, Solution, any_within, simplest
 from .strategies import batches, search_spaces
 from .timeline import BatchCosts, build_timeline
 
@@ -39,13 +39,13 @@ class Candidate:
 
     problem: PlanningProblem
     batch: Batch
+    costs: BatchCosts
     space: Space
-    timeline: Timeline
 
     @cached_property
-    def alike(self) -> Timeline:
-        """The timeline with the layouts that plans of few parts may take; see `BatchCosts`."""
-        return build_timeline(BatchCosts(self.problem, self.batch, alike=True), self.space)
+    def timeline(self) -> Timeline:
+        """The timeline, with the options that are not dominated."""
+        return build_timeline(self.costs, self.space)
 
     @cached_property
     def least_s(self) -> float:
@@ -67,7 +67,8 @@ class Candidate:
             least = {f.name: min(getattr(o.bytes, f.name) for o in group.options) for f in fields(UnitBytes)}
             # parameters that are kept are not cast again in backward
             least["cast_buffer"] = min(0 if o.bytes.kept else o.bytes.cast_buffer for o in group.options)
-            least["joined"] = max(o.bytes.joined for o in group.options)  # the only term that lowers a moment
+            for name in ("joined", "managed", "at_end"):  # only these lower moments
+                least[name] = max(getattr(o.bytes, name) for o in group.options)
             terms |= dict.fromkeys(group.units, UnitBytes(**least))
             kept |= {unit: {o.layout.activations for o in group.options} for unit in group.units}
         samples = self.batch.micro_batch_size
@@ -93,6 +94,20 @@ class Candidate:
             else None
         )
 
+    def simpler(
+        self, layouts: Mapping[int, UnitLayout], limit_bytes: int, price_s: float
+    ) -> tuple[Mapping[int, UnitLayout], int]:
+        """Return a plan of no other layouts than these with the least sum of seconds and prices of parts
+        (`solver.simplest`), and how many parts fewer it has.
+        """
+        own: dict[int, dict[UnitLayout, None]] = {}
+        for unit, structure in enumerate(self.costs.structures):
+            own.setdefault(structure, {})[layouts[unit]] = None
+        space = tuple(tuple(own[structure]) for structure in self.costs.structures)
+        timeline = build_timeline(self.costs, space, every_layout=True)
+        simple = simplest(timeline, self.problem.job, limit_bytes, layouts, price_s)
+        return simple, timeline.count_parts(layouts) - timeline.count_parts(simple)
+
     def frugal(self) -> dict[int, UnitLayout]:
         """Return the plan of each unit's most frugal option; its peak is usually the least of all plans."""
         units = sum(len(group.units) for group in self.timeline.groups)
@@ -100,10 +115,14 @@ class Candidate:
         # if all units take the option, its bytes that stay count for each unit, its peak above them for one
         return self._each(lambda o: (units * o.stays + max(o.transient, o.call.forward, o.call.copy_out), o.seconds))
 
-    def fits(self, limit_bytes: int) -> bool:
-        """Return whether a plan is found that fits; `ADVICE_WORK` limits the effort."""
-        return self.floor_bytes <= limit_bytes and (
-            self._fit(self.frugal(), limit_bytes) or self.any_within(limit_bytes) is not None
+    def frugal_fits(self, limit_bytes: int) -> bool:
+        """Return whether the frugal plan fits; it needs no solver."""
+        return self.floor_bytes <= limit_bytes and self._fit(self.frugal(), limit_bytes)
+
+    def solver(self, limit_bytes: int) -> BranchAndBound:
+        """Return the search for the fastest plan within a limit."""
+        return BranchAndBound(
+            self.timeline, self.problem.job, limit_bytes, lambda layouts: self._fit(layouts, limit_bytes)
         )
 
     def any_within(self, limit_bytes: int) -> dict[int, UnitLayout] | None:
@@ -144,13 +163,12 @@ class Candidate:
         return {unit: min(group.options, key=key).layout for group in self.timeline.groups for unit in group.units}
 
 
-def all_candidates(problem: PlanningProblem, *, smallest_first: bool = False) -> Iterator[Candidate]:
-    """Yield the candidate of each batch and space, the largest micro-batch first unless `smallest_first`."""
-    order = -1 if smallest_first else 1
-    for batch in list(batches(problem.job, problem.hardware.world_size))[::order]:
+def all_candidates(problem: PlanningProblem, *, smallest: bool = False) -> Iterator[Candidate]:
+    """Yield the candidate of each batch and space, the largest micro-batch first, or those of the `smallest` alone."""
+    for batch in list(batches(problem.job, problem.hardware.world_size))[-1 if smallest else 0 :]:
         costs = _batch_costs(replace(problem, strategy=Strategy.OSDP, memory_limit_bytes=1), batch)
         for space in search_spaces(problem, batch):
-            yield Candidate(problem=problem, batch=batch, space=space, timeline=build_timeline(costs, space))
+            yield Candidate(problem=problem, batch=batch, costs=costs, space=space)
 
 
 @lru_cache(maxsize=32)

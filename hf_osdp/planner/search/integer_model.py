@@ -5,7 +5,7 @@ relaxation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -28,10 +28,8 @@ _SLACK = 1e-7
 """Relative loosening of each bound in relaxations, so that rounding excludes no feasible plan. SCIP's presolving needs
 more than its own tolerance of 1e-9: with 1e-8 it lost plans at exactly the limit."""
 
-_SCIP_RATE = 40_000
-"""SCIP's variables times nodes in a second."""
-_GLOP_WORK, _SCIP_WORK = (2.5e-6, 3e-5), (1.3e-5, 1.5e-4)
-"""Seconds of a relaxation for each coefficient, the model's construction included, and for each iteration."""
+_SCIP_NODES = 240_000
+"""SCIP's nodes times variables in one call: about six seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,24 +103,7 @@ class IntegerModel:
         self.infeasible = False
         """Whether the last `solve` or `relax` proved that no solution exists."""
         self.work = 0.0
-        """Deterministic seconds of the last `solve` or `relax`: CP-SAT's own, or by the size of the program and the
-        iterations of its linear solver. They are about those of a processor."""
-
-    @property
-    def size(self) -> int:
-        """Coefficients of all constraints."""
-        rows = self._model.proto.constraints
-        return sum(len(row.linear.vars) if row.has_linear() else len(row.exactly_one.literals) for row in rows)
-
-    def minimize_seconds(self, scale: float, at_most: int | None = None) -> None:
-        """Set the objective Σ scale · seconds, with an upper bound if given.
-
-        Without an objective, `solve` returns any solution.
-        """
-        cost = self._sum(self._groups.values(), lambda option: round(option.seconds * scale))
-        self._model.minimize(cost)
-        if at_most is not None:
-            self._model.add(cost <= at_most)
+        """CP-SAT's deterministic seconds in the last `solve`."""
 
     def minimize_limit(self) -> None:
         """Set the limit as the objective; it must be a variable."""
@@ -146,17 +127,14 @@ class IntegerModel:
         if self.infeasible or status == cp_model.UNKNOWN:
             return None
         assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE), solver.status_name(status)
-        layouts: dict[int, UnitLayout] = {}
-        for group, variables in self._groups.items():
-            layouts |= group.assign([solver.value(x) for x in variables.counts])
-        return layouts, solver.objective_value, status == cp_model.OPTIMAL
+        return self._assigned(solver.value), solver.objective_value, status == cp_model.OPTIMAL
 
-    def relax(self, *, gap: float | None = None, most_work: float = math.inf) -> Relaxation | None:
+    def relax(self, *, gap: float | None = None) -> Relaxation | None:
         """Return the minimum of a `linear` model over real numbers (GLOP), or over whole numbers with a relative `gap`
-        (SCIP, which needs a limit), with about `most_work` seconds of work.
+        (SCIP, which needs a limit), in `_SCIP_NODES` at most.
 
-        None if no solution is found: none exists (`infeasible`), rounding errors are too large, or the work was done
-        before. If SCIP's was done later, the solution is not optimal.
+        None if no solution is found: none exists (`infeasible`, which only GLOP is believed), rounding errors are too
+        large, or the nodes were too few. If they ended after a solution was found, it is not optimal.
         """
         from ortools.linear_solver import pywraplp
 
@@ -164,21 +142,18 @@ class IntegerModel:
         solver = pywraplp.Solver.CreateSolver("SCIP" if whole else "GLOP")
         if whole:
             parameters = {
-                "limits/nodes": max(1, int(most_work * _SCIP_RATE / len(program.variables))), "limits/gap": gap,
+                "limits/nodes": max(1, _SCIP_NODES // len(program.variables)), "limits/gap": gap,
                 "numerics/feastol": 1e-9,
             }  # fmt: skip
             solver.SetSolverSpecificParametersAsString(
                 "\n".join(f"{name} = {value}" for name, value in parameters.items())
             )
-        elif most_work < math.inf:  # with literals for parts, the primal simplex may take minutes
-            solver.SetSolverSpecificParametersAsString(f"use_dual_simplex: true max_deterministic_time: {most_work}")
         linear, units, scale = _scaled(program, whole=whole)
         problem = solver.LoadModelFromProto(linear)
         assert not problem, problem
         status = solver.Solve()
-        by_size, by_iteration = _SCIP_WORK if whole else _GLOP_WORK
-        self.work = self.size * by_size + solver.iterations() * by_iteration
-        self.infeasible = status == pywraplp.Solver.INFEASIBLE
+        # SCIP's presolving has called feasible programs infeasible
+        self.infeasible = not whole and status == pywraplp.Solver.INFEASIBLE
         optimal = status == pywraplp.Solver.OPTIMAL
         if not optimal and not (whole and status == pywraplp.Solver.FEASIBLE):
             return None
@@ -194,15 +169,16 @@ class IntegerModel:
         bound = solver.Objective().BestBound() if whole else solver.Objective().Value()
         return Relaxation(bound=bound * scale + program.objective.offset, added=added, values=values, optimal=optimal)
 
-    def counts(self, relaxed: Relaxation) -> dict[UnitGroup, list[int]]:
-        """Return the counts of each group's options in a solution over whole numbers."""
-        return {group: [round(relaxed.value(x)) for x in own.counts] for group, own in self._groups.items()}
+    def layouts(self, relaxed: Relaxation) -> dict[int, UnitLayout]:
+        """Return each unit's layout in a solution over whole numbers."""
+        return self._assigned(lambda x: round(relaxed.value(x)))
 
-    def fix(self, counts: Mapping[tuple[int, ...], Mapping[Option, int]]) -> None:
-        """Fix the counts of each group's options."""
+    def _assigned(self, number: Callable[[Count], int]) -> dict[int, UnitLayout]:
+        """Return each unit's layout, given the number of units that take each option."""
+        layouts: dict[int, UnitLayout] = {}
         for group, own in self._groups.items():
-            for option, x in zip(group.options, own.counts, strict=True):
-                self._model.add(x == counts[group.units][option])
+            layouts |= group.assign([number(x) for x in own.counts])
+        return layouts
 
     def _declare(self, group: UnitGroup) -> GroupCounts:
         """Return a group's variables, with Σ_k x_k = n, and exactly one option for the first and for the last unit."""
@@ -259,14 +235,22 @@ class IntegerModel:
         """
         return self._as_variable(level) if self._linear and isinstance(self._limit, int) else level
 
-    def _latest(self, used: Count, nbytes: int, otherwise: Bytes) -> Bytes:
+    def _highest(self, values: Sequence[Bytes]) -> Bytes:
+        """Return a value of at least each of these, and of at least 0."""
+        if len(values) < 2:
+            return values[0] if values else 0
+        highest = self._model.new_int_var(-self._most_level, self._most_level, "")
+        for value in (0, *values):
+            self._model.add(highest >= value)
+        return highest
+
+    def _latest(self, used: Count, nbytes: Bytes, otherwise: Bytes) -> Bytes:
         """Return a value of at least `nbytes` if the run is used, else of at least `otherwise`."""
-        if isinstance(otherwise, int) and otherwise == nbytes:
+        if isinstance(nbytes, int) and isinstance(otherwise, int) and otherwise == nbytes:
             return nbytes
         latest = self._model.new_int_var(0, self._most_bytes, "")
-        self._model.add(latest >= min(nbytes, self._most_bytes)).only_enforce_if(
-            used
-        )  # an option above the limit is never used
+        least = min(nbytes, self._most_bytes) if isinstance(nbytes, int) else nbytes  # too large: never used
+        self._model.add(latest >= least).only_enforce_if(used)
         self._model.add(latest >= otherwise).only_enforce_if(~used)
         return latest
 

@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from ..cost.moments import NO_CALL, CallMoments, SegmentBytes
 from ..cost.units import UnitBytes
-from ..decision import Mesh, UnitLayout
+from ..decision import Mesh, UnitLayout, groups_in
 
 HOST = "host"
 """Part of each plan that uses the host's memory."""
@@ -40,13 +40,18 @@ class Option:
     """Meshes that the layout needs."""
     structure: int = 0
     """Number of the unit's structure; units of one structure have the same choices."""
-    later: tuple[Option, ...] = ()
-    """The same layout in the unit's later calls (`GatherSpan.CALLS`), in forward order."""
+
+    @functools.cached_property
+    def compute_peak(self) -> int:
+        """Highest level in backward while the reduce buffer of another unit is in flight, without the prefetched
+        gather: until the gradients are reduced, or that of a replica.
+        """
+        return max((self.call.compute, *(() if self.bytes.managed else self.call.reductions)))
 
     @functools.cached_property
     def reduce_peak(self) -> int:
-        """Highest level while the call's gradients are reduced, without the prefetched gather."""
-        return max(self.call.reductions, default=0)
+        """Highest level while FSDP2 reduces the call's gradients, without the prefetched gather."""
+        return max(self.call.reductions if self.bytes.managed else (), default=0)
 
     @property
     def change(self) -> int:
@@ -57,7 +62,7 @@ class Option:
     def transient(self) -> int:
         """Highest level in backward, gather included, if all neighbours take the same option."""
         tail, prefetched = self.bytes.reduce_tail, self.bytes.prefetched
-        return max(self.call.gather + tail, max(self.call.compute + tail, self.reduce_peak) + prefetched)
+        return max(self.call.gather + tail, max(self.compute_peak + tail, self.reduce_peak) + prefetched)
 
     @property
     def stays(self) -> int:
@@ -70,9 +75,12 @@ class Option:
         return (0, self.transient) if self.change < 0 else (1, self.change - self.transient)
 
     @functools.cached_property
-    def parts(self) -> frozenset[Hashable]:
-        """What a plan has with this option: a layout of this structure, meshes, and use of the host's memory."""
-        return frozenset({(self.structure, self.layout), *self.meshes, *([HOST] if self.layout.uses_host else [])})
+    def parts(self) -> tuple[Hashable, ...]:
+        """What a plan has with this option, in an order that gives equal problems equal programs: a layout of this
+        structure, meshes, and use of the host's memory.
+        """
+        own = sorted(mesh for mesh in self.meshes if groups_in([mesh]))
+        return ((self.structure, self.layout), *own, *([HOST] if self.layout.uses_host else []))
 
     def fits_where(self, other: Option) -> bool:
         """Return whether the option takes no more bytes than `other` at every moment."""
@@ -80,35 +88,33 @@ class Option:
 
     @functools.cached_property
     def levels(self) -> tuple[int, ...]:
-        """Bytes at each moment that depends on the layout."""
+        """Bytes at each moment that depends on the layout. The first is no such moment: a replica is never better than
+        a unit that FSDP2 manages, because it leaves another unit's buffers in place.
+        """
         terms, held = self.bytes, self.bytes.held
-        after = held + self.call.left_by_backward
+        after, forward = held + self.call.left_by_backward, held + self.call.forward + terms.gather_buffer
+        stepping = after - terms.copies
         return (
-            held, held + self.call.left_by_forward, after, held + self.call.forward, held + self.call.copy_out,
-            held + self.call.gather, held + self.call.compute, held + self.call.compute + terms.prefetched,
+            not terms.managed,
+            held, held + self.call.left_by_forward, after, forward, held + self.call.copy_out,
+            held + self.call.gather, held + self.compute_peak, held + self.compute_peak + terms.prefetched,
             held + self.reduce_peak, held + self.reduce_peak + terms.prefetched,
-            terms.prefetched, terms.gather_buffer, after + terms.step_scratch,
+            terms.prefetched, terms.gather_buffer, stepping + terms.step_scratch,
             held + terms.gathered, terms.copy_out, terms.reduce_input, terms.reduce_copy,
             terms.reduced_after + terms.reduce_output,
-            terms.reduce_stage, terms.last_gradient, self.host, terms.host_moment, after + terms.states_passing,
-            after + terms.gradients_settled + terms.states_passing,
+            terms.reduce_stage, terms.last_gradient, self.host, terms.host_moment, stepping + terms.states_passing,
+            stepping + terms.gradients_settled + terms.states_passing,
             after + terms.gradients_settled, held + terms.gradients_after + terms.gradients_settled,
-            after + terms.gradients_settled + terms.step_scratch, after + terms.reduce_tail,
+            stepping + terms.gradients_settled + terms.step_scratch, after + terms.reduce_tail,
             held - terms.joined + terms.reduce_input + terms.reduce_copy,
-            *(level for call in self.later for level in call.levels),
         )  # fmt: skip
 
 
-Alike: TypeAlias = tuple[Option, ...]
-"""One layout in each kind of segment that units of a shape run."""
+def undominated(options: Iterable[Option], *, by_memory: bool = False, meshes: bool = True) -> list[Option]:
+    """Return the options that no other option dominates; of equal ones the first.
 
-
-def undominated(layouts: Iterable[Alike], *, by_memory: bool = False, meshes: bool = True) -> list[Alike]:
-    """Return the layouts that no other layout dominates; of equal ones the first.
-
-    A layout dominates another if in each kind it takes no more bytes at every moment, no more time and no further
-    meshes; with `by_memory` time does not matter, without `meshes` these do not. A plan that takes the other one
-    everywhere is then no worse, and no less simple.
+    An option dominates another if it takes no more bytes at every moment, no more time and no further meshes; with
+    `by_memory` time does not matter, without `meshes` these do not.
     """
 
     def dominates(other: Option, option: Option) -> bool:
@@ -118,12 +124,10 @@ def undominated(layouts: Iterable[Alike], *, by_memory: bool = False, meshes: bo
             and other.fits_where(option)
         )
 
-    best: list[Alike] = []
-    for alike in sorted(
-        layouts, key=lambda alike: (sum(sum(o.levels) for o in alike), sum(o.seconds for o in alike))
-    ):  # no layout dominates an earlier one
-        if not any(all(map(dominates, other, alike)) for other in best):
-            best.append(alike)
+    best: list[Option] = []
+    for option in sorted(options, key=lambda o: (sum(o.levels), o.seconds)):  # no option dominates an earlier one
+        if not any(dominates(other, option) for other in best):
+            best.append(option)
     return best
 
 
@@ -139,9 +143,7 @@ class UnitGroup:
     options: tuple[Option, ...]
     """Options that are not dominated, in the order of backward."""
     ends_late: bool = False
-    """Whether they are freed and reduced at the end of backward; such a group has one unit."""
-    prefetches: bool = False
-    """Whether another unit is gathered while the backward of this part's first unit computes."""
+    """Whether FSDP2 frees and reduces them at the end of backward; such a group has one unit."""
 
     def assign(self, counts: Sequence[int]) -> dict[int, UnitLayout]:
         """Return each unit's layout if `counts[k]` units take the k-th option, assigned by the rule."""
@@ -150,33 +152,18 @@ class UnitGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaterCall:
-    """A later call of a unit whose group is earlier in the timeline."""
-
-    unit: int
-    number: int
-    """Index into `Option.later`."""
-    prefetches: bool
-
-    def of(self, group: UnitGroup) -> UnitGroup:
-        """Return the call as a group, made from the unit's group."""
-        return replace(
-            group, options=tuple(option.later[self.number] for option in group.options), prefetches=self.prefetches
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RootSegment:
     """A segment of the root or of shared weights, which are gathered for the whole step."""
 
     unit: int
     bytes: SegmentBytes
-    gradients: int
-    """Bytes that its backward adds to gradients of units gathered for the whole step."""
-    prefetches: bool
+    gradients: Mapping[int, int]
+    """Bytes that its backward adds to gradients, by unit gathered for the whole step."""
+    hides: bool
+    """Whether no gather of a unit before is prefetched behind it, if FSDP2 manages it (`gathered_ahead`)."""
 
 
-Part: TypeAlias = "UnitGroup | LaterCall | RootSegment"
+Part: TypeAlias = "UnitGroup | RootSegment"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,14 +210,9 @@ class Timeline:
         """Return each unit's option with its layout."""
         return [o for group in self.groups for unit in group.units for o in group.options if o.layout == layouts[unit]]
 
-    def plan_parts(self, layouts: Mapping[int, UnitLayout]) -> frozenset[Hashable]:
-        """Return the parts of a plan; a plan of fewer parts is simpler."""
-        return frozenset().union(*(option.parts for option in self.chosen(layouts)))
-
-    @property
-    def least_parts(self) -> int:
-        """Lower bound on the parts of any plan: one layout for each structure."""
-        return len({option.structure for group in self.groups for option in group.options})
+    def count_parts(self, layouts: Mapping[int, UnitLayout]) -> int:
+        """Return the number of a plan's parts; a plan of fewer parts is simpler."""
+        return len({part for option in self.chosen(layouts) for part in option.parts})
 
     def fits_host(self, layouts: Mapping[int, UnitLayout]) -> bool:
         """Return whether the host has memory for the states and activations of these layouts."""

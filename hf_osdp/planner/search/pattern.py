@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _ALIKE = 0.02
 """Relative difference allowed between peaks of one class.
 
-Wider classes need fewer nodes; CP-SAT checks each plan with exact peaks.
+Wider classes need fewer nodes; each plan is checked with exact peaks.
 """
 _MISSED = 1e-6
 """Rounding error allowed, relative to the limit or to one unit."""
@@ -70,7 +70,7 @@ def peak(option: Option, tail: int, ahead: int) -> int:
 
 def computing(option: Option, tail: int) -> int:
     """Return a unit's highest moment in backward after its parameters are gathered, without the prefetched gather."""
-    return max(option.call.compute + tail, option.reduce_peak)
+    return max(option.compute_peak + tail, option.reduce_peak)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +95,10 @@ class ClassMoments:
     def ahead(self) -> int:
         """Least bytes prefetched for a unit of the class."""
         return min(option.bytes.prefetched for option in self.options)
+
+    def beside(self, ahead: int) -> int:
+        """Return the least bytes of another unit's prefetched gather beside the class: replicas prefetch none."""
+        return ahead if all(option.bytes.managed for option in self.options) else 0
 
     @property
     def peak_of_several(self) -> int:
@@ -149,4 +153,4 @@ def _left_out(row: Sequence[ClassMoments], relaxed: Relaxation) -> Iterator[Miss
             ]
             undecided = undecided or next(((m.number, 0) for m in (following, *between) if m.least < 1), None)
             if undecided is not None:
-                yield MissedMoment(relaxed.value(one.after) + last + following.ahead, *undecided)
+                yield MissedMoment(relaxed.value(one.after) + last + one.beside(following.ahead), *undecided)

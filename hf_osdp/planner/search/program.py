@@ -19,19 +19,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from ..cost.moments import all_kinds, end_moments
-from ..decision import groups_in
+from ..decision import REPLICAS, WHOLE_WORLD, groups_in
 from ..training_job import OptimizerStep, TrainingJob
 from .integer_model import GroupCounts, IntegerModel
-from .options import LaterCall, Option, Part, RootSegment, Timeline, UnitGroup
+from .options import Option, Part, RootSegment, Timeline, UnitGroup
 from .pattern import ClassMoments, Pattern
 
 if TYPE_CHECKING:
     from .integer_model import Bytes, Count, Value
+
+Runs: TypeAlias = "list[tuple[Option, Count, Count, Bytes]]"
+"""Runs of a group in the order of backward, each with the bytes prefetched for the next unit that FSDP2 manages."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -62,14 +64,15 @@ class Program(IntegerModel):
         """Moments by class of each group that has a pattern, by the indices of its units."""
         self._parts = [self._variables(part) for part in timeline.parts]
         self._whole_step = [self._groups[group] for group in timeline.whole_step]
+        self._of_unit = {own.group.units[0]: own for own in self._whole_step}
+        self._nearest: list[Bytes] = []
+        """Bytes prefetched for the nearest unit before each part that FSDP2 manages."""
+        self._runs: dict[GroupCounts, Runs] = {}
         self._constrain_host()
         self._constrain_finish(self._constrain_backward(self._constrain_forward()))
 
     def _variables(self, part: Part) -> GroupCounts | RootSegment:
-        """Return a part's variables; a later call shares those of its unit's group."""
-        if isinstance(part, LaterCall):
-            own = next(variables for group, variables in self._groups.items() if group.units == (part.unit,))
-            return replace(own, group=part.of(own.group))
+        """Return a part's variables."""
         return self._groups[part] if isinstance(part, UnitGroup) else part
 
     def _constrain_host(self) -> None:
@@ -88,9 +91,16 @@ class Program(IntegerModel):
         for nbytes, literal in self._taken(lambda o: {o.bytes.host_moment} - {0}).items():
             self._model.add(highest >= nbytes * literal)
 
-    def limit_parts(self, most: int) -> None:
-        """Constrain the number of a plan's parts (`Option.parts`)."""
-        self._model.add(sum(self._taken(lambda o: o.parts).values()) <= most)
+    def minimize_seconds(self, scale: float, at_most: int | None = None, price_s: float = 0.0) -> None:
+        """Set the objective Σ scale · seconds, with an upper bound if given, and a price for each part of a plan
+        (`Option.parts`).
+        """
+        cost = self._sum(self._groups.values(), lambda option: round(option.seconds * scale))
+        if price_s:
+            cost = cost + round(price_s * scale) * sum(self._taken(lambda o: o.parts).values())
+        self._model.minimize(cost)
+        if at_most is not None:
+            self._model.add(cost <= at_most)
 
     def _communicators(self) -> Bytes:
         """Return the bytes of all communicators but the one of all ranks. A mesh is formed if the option of at least
@@ -98,7 +108,12 @@ class Program(IntegerModel):
         """
         nbytes = self._timeline.communicator_bytes
         formed = self._taken(lambda o: o.meshes) if nbytes else {}
-        return sum(groups_in([mesh]) * nbytes * literal for mesh, literal in formed.items())
+        more: Bytes = sum(groups_in([mesh]) * nbytes * literal for mesh, literal in formed.items())
+        if REPLICAS in formed and WHOLE_WORLD in formed:
+            both = self._model.new_bool_var("")
+            self._model.add(formed[REPLICAS] + formed[WHOLE_WORLD] - both <= 1)
+            more = more + nbytes * both
+        return more
 
     def _taken(self, of: Callable[[Option], Iterable[Key]]) -> dict[Key, Count]:
         """Return a literal for each of the things that options have, true if at least one unit takes such an option:
@@ -120,8 +135,8 @@ class Program(IntegerModel):
         return taken
 
     def _constrain_forward(self) -> Bytes:
-        """Constrain level + copy-out peak + preceding gather buffer and level + forward peak; return the level at
-        the end of forward.
+        """Constrain level + copy-out peak + gather buffer of the unit before, and level + forward peak + gather
+        buffer; return the level at the end of forward.
         """
         level = (
             self._timeline.model_bytes
@@ -129,81 +144,123 @@ class Program(IntegerModel):
             + self._sum(self._groups.values(), lambda o: o.bytes.held)
         )
         level = self._shortened(level + self._sum(self._whole_step, lambda o: o.bytes.gathered))
-        buffers: list[Bytes] = [own.of_last(lambda o: o.bytes.gather_buffer) for own in self._whole_step] or [0]
+        buffer = self._highest([own.of_last(lambda o: o.bytes.gather_buffer) for own in self._whole_step])
         copying = [own for own in self._whole_step if any(option.bytes.copy_out for option in own.group.options)]
-        for own, buffer in itertools.product(copying, buffers):
+        for own in copying:
             self._fits(level + buffer + own.of_last(lambda o: o.bytes.copy_out))
+        nearest: Bytes = 0
         for part in self._parts:
+            self._nearest.append(nearest)
             if isinstance(part, RootSegment):
-                for buffer in buffers:
-                    self._fits(level + part.bytes.forward_peak + buffer)
+                self._fits(level + part.bytes.forward_peak + buffer)
                 level = level + part.bytes.saved
+                if part.hides:
+                    own = self._of_unit[part.unit]
+                    nearest = self._passed(own, own.of_last, 0, nearest, lambda o: o.bytes.prefetched)
                 continue
+            self._fits(level + buffer + part.of_first(lambda o: o.call.copy_out))
+            after = self._shortened(level + part.total(lambda o: o.call.left_by_forward))
             if len(part.group.units) > 1 and not self._linear:
-                self._constrain_forward_runs(part, level)
-            for buffer in buffers:
-                self._fits(level + buffer + part.of_first(lambda o: o.call.copy_out))
-            level = self._shortened(level + part.total(lambda o: o.call.left_by_forward))
-            self._fits(level + part.of_last(lambda o: o.call.forward - o.call.left_by_forward))
-            buffers = [part.of_last(lambda o: o.bytes.gather_buffer)]
+                buffer = self._constrain_forward_runs(part, level, buffer)
+                self._runs[part], nearest = self._backward_runs(part, nearest)
+            else:
+                buffer, nearest = (
+                    self._passed(part, part.of_last, part.of_last(value), before, value)
+                    for value, before in (
+                        (lambda o: o.bytes.gather_buffer, buffer), (lambda o: o.bytes.prefetched, nearest)
+                    )
+                )  # fmt: skip
+            level = after
+            self._fits(level + part.of_last(lambda o: o.call.forward - o.call.left_by_forward) + buffer)
         return level
 
-    def _constrain_forward_runs(self, part: GroupCounts, level: Bytes) -> None:
-        """Constrain the runs of a group in forward.
+    def _passed(
+        self, part: GroupCounts, picked: Callable[[Value], Bytes], own: Bytes, before: Bytes, value: Value
+    ) -> Bytes:
+        """Return `own` if FSDP2 manages the picked unit of a group, and `before` if it is a replica, which leaves the
+        buffers of other units; `own` is 0 or less for a replica. In a group of several units at least that.
+
+        Both are a `value` of units, whose largest M makes the constraint of the other case hold: own ≤ y and
+        before - M (1 - replica) ≤ y.
+        """
+        kinds = {option.bytes.managed for option in part.group.options}
+        if len(kinds) == 1:
+            return own if kinds == {True} else before
+        bounds = [own]
+        if len(part.group.units) == 1:
+            most = max(value(option) for group in self._groups for option in group.options)
+            bounds.append(before - most * (1 - picked(_is_replica)))
+        return self._highest(bounds)
+
+    def _constrain_forward_runs(self, part: GroupCounts, level: Bytes, before: Bytes) -> Bytes:
+        """Constrain the runs of a group in forward; return the gather buffer after it, given that before it.
 
         Forward never lowers the level, so that each run peaks at its last unit.
         """
-        before: Bytes = 0
         for option, x, used in reversed(part.runs()):
-            level = self._as_variable(level)
+            level, nbytes = self._as_variable(level), option.bytes.gather_buffer
             self._fits(level + before + option.call.copy_out, used)
-            before = self._latest(used, option.bytes.gather_buffer, before)
+            if option.bytes.managed:
+                before = self._latest(used, nbytes, before)
             level = level + option.call.left_by_forward * x
-            self._fits(level - option.call.left_by_forward + option.call.forward, used)
-            if nbytes := option.bytes.gather_buffer:
+            buffer = nbytes if option.bytes.managed else before
+            self._fits(level - option.call.left_by_forward + option.call.forward + buffer, used)
+            if nbytes:
                 self._fits(level - option.call.left_by_forward + nbytes + option.call.copy_out, self._at_least(x, 2))
+        return before
 
     def _constrain_backward(self, level: Bytes) -> Bytes:
         """Constrain level + backward peak + reduce buffer in flight + prefetched gather; return the level at the
         end of backward.
         """
         tail: Bytes = 0
+        ahead: Bytes = 0
         least_tail = 0
-        for index, part in reversed(list(enumerate(self._parts))):
-            ahead = self._gathered_ahead(index)
+        for part, nearest in zip(reversed(self._parts), reversed(self._nearest), strict=True):
             if isinstance(part, RootSegment):
+                ahead = self._prefetched(self._of_unit[part.unit], nearest, ahead)
                 self._fits(level + part.bytes.backward_peak + tail + ahead)
-                level = level - part.bytes.saved + part.gradients
+                level = level - part.bytes.saved
+                level = level + sum(
+                    nbytes * self._of_unit[unit].total(lambda o: int(o.bytes.unsharded_gradients > 0))
+                    for unit, nbytes in part.gradients.items()
+                )
                 continue
             if (pattern := self._patterns.get(part.group.units)) is not None:
                 self._constrain_classes(part, pattern, level, min(least_tail, *_tails(part)))
-            level = self._constrain_group(part, level, ahead, tail)
-            if isinstance(self._timeline.parts[index], UnitGroup) and not part.group.ends_late:
-                # a later call reduces nothing
-                least_tail, most = _tails(part)
-                tail = least_tail if least_tail == most else part.of_first(lambda o: o.bytes.reduce_tail)
+            level, tail, ahead = self._constrain_group(part, level, tail, ahead, nearest)
+            if not part.group.ends_late:
+                least_tail, _ = _tails(part)
         running = {part.unit for part in self._parts if isinstance(part, RootSegment)}
         idle = [own for own in self._whole_step if own.group.units[0] not in running]
         return level + self._sum(idle, lambda o: o.bytes.unsharded_gradients)
 
-    def _gathered_ahead(self, index: int) -> Bytes:
-        """Return the bytes of the prefetched gather while the part at `index` computes in backward."""
-        groups = (before for before in reversed(self._parts[:index]) if isinstance(before, GroupCounts))
-        before = next(groups, None) if self._timeline.parts[index].prefetches else None
-        return 0 if before is None else before.of_last(lambda o: o.bytes.prefetched)
-
-    def _constrain_group(self, part: GroupCounts, level: Bytes, ahead: Bytes, tail: Bytes) -> Bytes:
-        """Constrain a group's backward, last unit first, and return the level after it; `tail` is the reduce buffer
-        in flight before it.
+    def _prefetched(self, part: GroupCounts, nearest: Bytes, ahead: Bytes) -> Bytes:
+        """Return the prefetched bytes beside a group's first unit in backward: those for the nearest unit before, or
+        beside a replica `ahead`, which was prefetched earlier.
         """
+        most = max(option.bytes.prefetched for group in self._groups for option in group.options)
+        own = nearest - most * part.of_first(_is_replica)
+        return self._passed(part, part.of_first, own, ahead, lambda o: o.bytes.prefetched)
+
+    def _constrain_group(
+        self, part: GroupCounts, level: Bytes, tail: Bytes, ahead: Bytes, nearest: Bytes
+    ) -> tuple[Bytes, Bytes, Bytes]:
+        """Constrain a group's backward, last unit first. Return the level, the reduce buffer in flight and the
+        prefetched bytes after it; `tail` and `ahead` are those before it.
+        """
+        before, left = tail, part.of_first(lambda o: o.bytes.reduce_tail)
+        after = self._shortened(level + part.total(lambda o: o.change))
         if len(part.group.units) > 1:
             self._constrain_unit(part.of_last, level, tail)
-            if not self._linear:
-                self._constrain_runs(part, level, tail, ahead)
-            tail, _ = _tails(part)  # at least this is in flight when the first unit's backward begins
-        level = self._shortened(level + part.total(lambda o: o.change))
-        self._constrain_unit(part.of_first, level - part.of_first(lambda o: o.change), tail, ahead)
-        return level
+            before, _ = _tails(part)  # at least this is in flight when the first unit's backward begins
+        if part in self._runs:
+            left, ahead = self._constrain_runs(part, level, tail, ahead)
+        else:
+            left = self._passed(part, part.of_first, left, tail, lambda o: o.bytes.reduce_tail)
+            ahead = self._prefetched(part, nearest, ahead)
+        self._constrain_unit(part.of_first, after - part.of_first(lambda o: o.change), before, ahead)
+        return after, tail if part.group.ends_late else left, ahead
 
     def _constrain_classes(self, part: GroupCounts, pattern: Pattern, level: Bytes, tail: int) -> None:
         """Constrain the moments of classes that the pattern requires, and record all in `rows`; `tail` is the least
@@ -238,7 +295,7 @@ class Program(IntegerModel):
                 )
                 self._fits(one.before + first)
                 if following is not None:
-                    self._fits(one.after + last + following)
+                    self._fits(one.after + last + one.beside(following))
             if one.least or following is not None:
                 following = one.ahead if one.least or following is None else min(following, one.ahead)
         if any(
@@ -253,30 +310,35 @@ class Program(IntegerModel):
         if isinstance(tail, int):
             fixed = tail
             self._fits(level + picked(lambda o: o.call.gather + fixed))
-            self._fits(level + picked(lambda o: max(o.call.compute + fixed, o.reduce_peak)) + ahead)
+            self._fits(level + picked(lambda o: max(o.compute_peak + fixed, o.reduce_peak)) + ahead)
             return
         self._fits(level + picked(lambda o: o.call.gather) + tail)
-        self._fits(level + picked(lambda o: o.call.compute) + tail + ahead)
+        self._fits(level + picked(lambda o: o.compute_peak) + tail + ahead)
         self._fits(level + picked(lambda o: o.reduce_peak) + ahead)
 
-    def _constrain_runs(self, part: GroupCounts, level: Bytes, tail: Bytes, ahead: Bytes) -> None:
+    def _constrain_runs(self, part: GroupCounts, level: Bytes, tail: Bytes, ahead: Bytes) -> tuple[Bytes, Bytes]:
         """Constrain the runs of a group: the level changes evenly within a run, so that its peak is at its first unit
-        or near its last.
+        or near its last. Return the reduce buffer in flight and the prefetched bytes after it.
 
         While the first unit computes, the reduce buffer of the run before is in flight; for the other units it is that
-        of their own run.
+        of their own run. Replicas leave it.
         """
-        for option, x, used, following in self._backward_runs(part, ahead):
+        for option, x, used, following in self._runs[part]:
             level, own = self._as_variable(level), option.bytes.reduce_tail
             change, prefetched, compute, reduce = (
                 option.change,
                 option.bytes.prefetched,
-                option.call.compute,
+                option.compute_peak,
                 option.reduce_peak,
             )
             end, twice, thrice = level + change * x, self._at_least(x, 2), self._at_least(x, 3)
             both = max(option.call.gather, compute)
             self._fits(level + both + tail, used)
+            if not option.bytes.managed:
+                self._fits(level + compute + tail + ahead, used)
+                self._fits(end - change + compute + tail + ahead, used)
+                level = end
+                continue
             self._fits(level + reduce, used)
             self._fits(level + change + both + own, twice)
             self._fits(end - change + both + own, twice)
@@ -290,32 +352,33 @@ class Program(IntegerModel):
             self._fits(level + compute + following + tail, used, ~twice)
             self._fits(end - change + compute + following + own, twice)
             self._fits(end - change + reduce + following, used)
-            level, tail = end, self._latest(used, own, tail)
+            level, tail, ahead = end, self._latest(used, own, tail), self._latest(used, following, ahead)
+        return tail, ahead
 
-    def _backward_runs(self, part: GroupCounts, ahead: Bytes) -> list[tuple[Option, Count, Count, Bytes]]:
-        """Return the runs in the order of backward, each with the bytes prefetched for the first unit of the next
-        run.
+    def _backward_runs(self, part: GroupCounts, ahead: Bytes) -> tuple[Runs, Bytes]:
+        """Return the runs in the order of backward, each with the bytes prefetched for the nearest unit before it that
+        FSDP2 manages, and these bytes for the next group; `ahead` are those before the group.
         """
         runs = []
         for option, x, used in reversed(part.runs()):
             runs.append((option, x, used, ahead))
-            ahead = self._latest(used, option.bytes.prefetched, ahead)
-        return runs[::-1]
+            if option.bytes.managed:
+                ahead = self._latest(used, option.bytes.prefetched, ahead)
+        return runs[::-1], ahead
 
     def _constrain_finish(self, level: Bytes) -> None:
         """Constrain the last reductions, of units gathered for the whole step, one by one; then level + optimizer
         scratch ≤ limit.
         """
         groups = [self._groups[group] for group in self._timeline.parts if isinstance(group, UnitGroup)]
-        running = [own for own in groups if not own.group.ends_late]
         reduced = self._sum([*groups, *self._whole_step], lambda o: o.bytes.reduced_after)
-        level = level + self._sum(running, lambda o: o.bytes.gradients_settled)
+        level = level + self._sum(groups, lambda o: 0 if o.bytes.at_end else o.bytes.gradients_settled)
         late = [own for own in groups if own.group.ends_late]
         for own in sorted([*late, *self._whole_step], key=lambda own: own.group.units):  # in FSDP2's order
             self._fits(level + own.total(lambda o: end_moments(o.bytes, all_kinds).filled))
             self._fits(level + own.total(lambda o: end_moments(o.bytes, all_kinds).reduced))
             level = level + own.total(lambda o: end_moments(o.bytes, all_kinds).left)
-        level = level - reduced
+        level = level - reduced - self._sum(self._groups.values(), lambda o: o.bytes.copies)
         if self._job.optimizer.step is not OptimizerStep.FOR_LOOP:
             self._fits(level + self._sum(self._groups.values(), lambda o: o.bytes.step_scratch))
         for own in () if self._linear else self._groups.values():
@@ -330,3 +393,8 @@ def _tails(part: GroupCounts) -> tuple[int, int]:
     """
     tails = [option.bytes.reduce_tail for option in part.group.options]
     return min(tails), max(tails)
+
+
+def _is_replica(option: Option) -> int:
+    """Return 1 for the option of a replica, else 0."""
+    return int(not option.bytes.managed)

@@ -17,7 +17,7 @@ from ..problem import PlanningProblem, Strategy
 from ..training_job import OptimizerSpec, Precision
 from .candidates import all_candidates
 
-_FACTORS = (2, 4, 8, 16, 32, 64)
+_FACTORS = (2, 4, 8)
 """Factors tried for more devices and for shorter sequences."""
 _SIZES = ("saved_bytes", "own_saved_bytes", "sent_bytes", "gradient_bytes")
 
@@ -123,10 +123,10 @@ def _settings(problem: PlanningProblem) -> Iterator[Remedy]:
 
 
 def fits_by_estimate(problem: PlanningProblem) -> bool:
-    """Return whether some plan's estimate is within the limit; this is faster than a search for the best plan."""
+    """Return whether the frugal plan of the smallest micro-batch fits, which takes far less time than a search."""
     limit = problem.hardware.tensor_bytes(problem.memory_limit_bytes)
     try:
-        return any(candidate.fits(limit) for candidate in all_candidates(problem, smallest_first=True))
+        return any(candidate.frugal_fits(limit) for candidate in all_candidates(problem, smallest=True))
     except ValueError:
         return False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import heapq
 import math
-from collections.abc import Hashable, Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..cost.memory import MemoryEstimate, estimate_memory
@@ -14,14 +14,8 @@ from ..decision import UnitLayout
 from ..plan import Plan
 from ..problem import PlanningProblem, Strategy
 from .candidates import ROUNDED, Candidate, possible_candidates
-from .options import HOST
 from .remedies import infeasible_error
-from .simplest import Found, SimplestSearch
 from .solver import BranchAndBound, Solution
-
-_LEAST_WORK = 1.5
-"""Seconds of work that the search for a simple plan may always take; where the search for the fastest plan took more
-than twice as long, half of that; the last program may take it further."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +25,6 @@ class SearchResult:
     plan: Plan
     memory: MemoryEstimate
     time: TimeEstimate
-    fastest: SearchResult | None = None
-    """The fastest plan, if a simpler one was taken instead."""
 
     @property
     def peak_bytes(self) -> int:
@@ -46,18 +38,18 @@ def search(problem: PlanningProblem) -> SearchResult:
     by the cost model.
 
     The global batch is fixed; the plan with the most samples per second is therefore the one with the shortest step.
-    With `simplicity`, return the simplest plan whose step is longer by at most this share: the one of fewest parts,
-    and of those the fastest.
+    With `simplicity`, parts (`Option.parts`) have a price: this share of the shortest step for each. Of the plans with
+    no other layouts than those of the fastest, return the one with the least sum of step time and prices.
 
     Raises:
         InfeasibleError: no plan fits; it gives the tightest possible limit and remedies.
         ValueError: the world size does not divide the global batch.
     """
     searched = _searched(problem)
-    if searched.simplest is None:
+    if searched.simple is None:
         least = searched.least()
         raise infeasible_error(problem, least.plan, least.memory)
-    return searched.simplest
+    return searched.simple
 
 
 def search_or_floor(problem: PlanningProblem, *, cutoff_s: float = math.inf) -> SearchResult | int:
@@ -91,15 +83,6 @@ def least_memory(problem: PlanningProblem) -> int:
     return problem.hardware.limit_for(_searched(problem).least().peak_bytes)
 
 
-def frugal_memory(problem: PlanningProblem) -> float:
-    """Return the tightest limit that a plan of each unit's most frugal option meets, in bytes of one rank; inf if none
-    fits the host. It is at least that of `least_memory`, mostly equal, and needs no solver.
-    """
-    plans = ((candidate, candidate.frugal()) for candidate in _searched(problem).candidates)
-    needed = [one.needed_bytes(layouts) for one, layouts in plans if one.timeline.fits_host(layouts)]
-    return problem.hardware.limit_for(min(needed) + problem.hardware.unavoidable_bytes) if needed else math.inf
-
-
 class _Search:
     """A problem's candidates and the results of searching them."""
 
@@ -113,36 +96,34 @@ class _Search:
         }
         """Best known lower bound on the step time of each candidate's plans under the limit, in seconds."""
         self._solvers: dict[Candidate, BranchAndBound] = {}
-        self._found: SearchResult | None = None
-        self._fastest: Found | None = None
+        self._fastest: tuple[SearchResult, Candidate, Solution] | None = None
 
     def best(self, cutoff_s: float = math.inf) -> SearchResult | None:
         """Return the fastest plan under the limit; None if no plan fits and takes less than `cutoff_s`."""
-        if self._found is None and (solved := self._solve(cutoff_s)) is not None:
-            self._found, self._fastest = solved
-        return self._found if self._found is not None and self._found.time.step_s < cutoff_s else None
+        self._fastest = self._fastest or self._solve(cutoff_s)
+        found = self._fastest and self._fastest[0]
+        return found if found is not None and found.time.step_s < cutoff_s else None
 
     @functools.cached_property
-    def simplest(self) -> SearchResult | None:
-        """The plan of fewest parts whose step is longer than the fastest plan's by at most the `simplicity` asked
-        for.
-        """
-        best, fastest, simplicity = self.best(), self._fastest, self._problem.simplicity
-        if best is None or fastest is None or not simplicity or self._problem.strategy is not Strategy.OSDP:
+    def simple(self) -> SearchResult | None:
+        """The plan with the least sum of step time and prices, see `search`; None if no plan fits."""
+        best, simplicity = self.best(), self._problem.simplicity
+        if best is None or self._fastest is None or not simplicity or self._problem.strategy is not Strategy.OSDP:
             return best
-        cutoff_s = best.time.step_s * (1 + simplicity)
-        near = sorted((bound, number) for number, bound in enumerate(self._bounds_s.values()) if bound < cutoff_s)
-        work = sum(solver.work for solver in self._solvers.values())
-        found, proven = SimplestSearch(
-            [self.candidates[number] for _, number in near], self._limit, cutoff_s, max(work / 2, _LEAST_WORK)
-        ).near(fastest)
-        if found is fastest:
-            return replace(best, plan=replace(best.plan, proven_simplest=proven))
-        simple = _decoded(found.candidate, found.layouts, self._problem.memory_limit_bytes, best.plan.gap)
-        plan = replace(
-            simple.plan, proven_simplest=proven, simplified=_gained(best, simple, fastest.parts, found.parts)
+        _, candidate, solution = self._fastest
+        layouts, fewer = candidate.simpler(solution.layouts, self._limit, simplicity * solution.objective)
+        if not fewer:
+            return best
+        found = _decoded(candidate, layouts, self._problem.memory_limit_bytes, best.plan.gap)
+        assert found.peak_bytes <= self._problem.room_bytes, "the solver's moments are those of the walk"
+        slower = 100 * max(0.0, found.time.step_s / best.time.step_s - 1)
+        parts = f"{fewer} layout{'s' if fewer > 1 else ''}, groups of ranks or uses of the host more"
+        return replace(
+            found,
+            plan=replace(
+                found.plan, simplified=f"{slower:.2f} % slower than the fastest plan found, which has {parts}"
+            ),
         )
-        return replace(simple, plan=plan, fastest=best)
 
     def least(self) -> SearchResult:
         """Return the plan that needs the least memory, communicators included."""
@@ -153,7 +134,7 @@ class _Search:
         assert best is not None
         return _decoded(best[0], best[1], None, None)
 
-    def _solve(self, cutoff_s: float) -> tuple[SearchResult, Found] | None:
+    def _solve(self, cutoff_s: float) -> tuple[SearchResult, Candidate, Solution] | None:
         """Return the fastest plan; None if none is faster than the cutoff."""
         best: tuple[Candidate, Solution] | None = None
         best_s = bound_s = cutoff_s
@@ -165,9 +146,7 @@ class _Search:
             solution = candidate.quickest(self._limit)
             if solution is None:
                 if candidate not in self._solvers:
-                    self._solvers[candidate] = solver = BranchAndBound(
-                        candidate.timeline, self._problem.job, self._limit
-                    )
+                    self._solvers[candidate] = solver = candidate.solver(self._limit)
                     self._bounds_s[candidate] = max(solver.bound_s * (1 - ROUNDED), self._bounds_s[candidate])
                     heapq.heappush(waiting, (self._bounds_s[candidate], number))  # another may now come first
                     continue
@@ -182,8 +161,7 @@ class _Search:
         found = _decoded(candidate, solution.layouts, self._problem.memory_limit_bytes, max(0.0, 1 - bound_s / best_s))
         assert found.peak_bytes <= self._problem.room_bytes, "the solver's moments are those of the walk"
         assert candidate.timeline.fits_host(solution.layouts), "the solver's host bytes are those of the timeline"
-        parts = candidate.timeline.plan_parts(solution.layouts)
-        return found, Found(candidate, solution.layouts, best_s, parts)
+        return found, candidate, solution
 
 
 @functools.lru_cache(maxsize=4)
@@ -193,24 +171,6 @@ def _searched(problem: PlanningProblem) -> _Search:
     It is cached because `choose_description` and the planning after it search the same problem.
     """
     return _Search(problem)
-
-
-def _gained(fastest: SearchResult, found: SearchResult, its: Set[Hashable], parts: Set[Hashable]) -> str:
-    """Return how much faster the fastest plan is, and what it has instead: `0.35 % slower than the fastest plan found,
-    which has 5 layouts instead of 4`.
-    """
-    slower = 100 * (found.time.step_s / fastest.time.step_s - 1)
-    many, few = (
-        sum(isinstance(part, tuple) and isinstance(part[1], UnitLayout) for part in one) for one in (its, parts)
-    )
-    groups = fastest.plan.communicators - found.plan.communicators
-    differs = (
-        f"{many} layouts instead of {few}" if many != few else "",
-        f"{abs(groups)} {'more' if groups > 0 else 'fewer'} communicators" if groups else "",
-        f"{'something' if HOST in its else 'nothing'} on the host" if HOST in its ^ parts else "",
-    )
-    share = f"{slower:.2f} %" if slower >= 0.005 else "less than 0.01 %"
-    return f"{share} slower than the fastest plan found, which has {' and '.join(filter(None, differs))}"
 
 
 def _decoded(

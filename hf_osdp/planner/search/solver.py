@@ -4,8 +4,8 @@ step.
 The linear relaxation bounds the time of every plan from below. Its reduced costs bound how much an option adds at
 least, and exclude most options (reduced-cost fixing: Dantzig, Fulkerson, Johnson 1954). If its solution exceeds the
 limit at a moment without a constraint, the search branches on how many units take options of this class
-(`pattern.py`). Otherwise SCIP solves the relaxation over whole numbers, and CP-SAT checks the solution against every
-constraint. If the solution violates one, CP-SAT solves the node.
+(`pattern.py`). Otherwise SCIP solves the relaxation over whole numbers, and the walk through a step
+(`cost/moments.py`) checks the solution. If it does not fit, or SCIP finds none, CP-SAT solves the node.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
@@ -29,12 +30,10 @@ _FEW, _MORE = 12, 4
 """Options of each group in the search for a first plan, and the factor by which they grow while none is found."""
 _FIRST_GAP = 1e-3
 """Relative gap of the search for a first plan, which only bounds the search after it."""
-_SCIP_WORK, _MOST_NODES, _MOST_WORK = 6.0, 100, 8.0
-"""Limits of one search: SCIP's work at one node; nodes of branch and bound; CP-SAT's work. Beyond them the search
-returns its best plan, with the gap that it proved. Work is in deterministic seconds: no limit depends on a clock, so
-that equal problems always give equal plans."""
-_SCIP_ROOT = 1.25e-8
-"""Most seconds of SCIP's first node, where work is limited, for each square of coefficients."""
+_MOST_NODES, _MOST_WORK, _SIMPLE_WORK = 100, 8.0, 0.5
+"""Limits of one search: nodes of branch and bound; CP-SAT's work, in all and to find a simpler plan. Beyond them the
+search returns its best plan, with the gap that it proved. Work is in CP-SAT's deterministic seconds: no limit depends
+on a clock, so that equal problems always give equal plans."""
 _ROUNDING = 2**22
 """Rounding error of a bound of the linear solver, in steps of the objective."""
 Kept: TypeAlias = dict[UnitGroup, set[Option]]
@@ -67,12 +66,23 @@ def any_within(
     `most_work`.
     """
     meshes = timeline.communicator_bytes > 0
-    frugal = {
-        group: {o for (o,) in undominated(((option,) for option in group.options), by_memory=True, meshes=meshes)}
-        for group in timeline.groups
-    }
+    frugal = {group: set(undominated(group.options, by_memory=True, meshes=meshes)) for group in timeline.groups}
     found = Program(timeline.keeping(frugal), job, limit_bytes).solve(most_work)
     return None if found is None else found[0]
+
+
+def simplest(
+    timeline: Timeline, job: TrainingJob, limit_bytes: int, layouts: Mapping[int, UnitLayout], price_s: float
+) -> Mapping[int, UnitLayout]:
+    """Return the layouts with the least sum of seconds and a price for each part of the plan (`Option.parts`), or the
+    given ones if CP-SAT finds none that are as good within `_SIMPLE_WORK`.
+    """
+    seconds, parts = sum(o.seconds for o in timeline.chosen(layouts)), timeline.count_parts(layouts)
+    scale = _RESOLUTION / seconds
+    program = Program(timeline, job, limit_bytes)
+    program.minimize_seconds(scale, int((seconds + price_s * parts) * scale * (1 + MIN_GAIN)), price_s)
+    solved = program.solve(_SIMPLE_WORK)
+    return layouts if solved is None else solved[0]
 
 
 class _Node(NamedTuple):
@@ -85,39 +95,36 @@ class _Node(NamedTuple):
 
 
 class BranchAndBound:
-    """Searches of one timeline by branch and bound; costs are in steps of the objective."""
+    """Searches of one timeline by branch and bound; costs are in steps of the objective. `fits` says whether layouts
+    fit the limit and the host.
+    """
 
-    def __init__(self, timeline: Timeline, job: TrainingJob, limit_bytes: int) -> None:
-        self._timeline, self._job, self._limit = timeline, job, limit_bytes
+    def __init__(
+        self, timeline: Timeline, job: TrainingJob, limit_bytes: int, fits: Callable[[Mapping[int, UnitLayout]], bool]
+    ) -> None:
+        self._timeline, self._job, self._limit, self._fits = timeline, job, limit_bytes, fits
         self._groups = {group.units: group for group in timeline.groups}
         largest = (
             sum(len(group.units) * max(option.seconds for option in group.options) for group in timeline.groups) or 1.0
         )
         self._scale, self._numbers = _RESOLUTION / largest, itertools.count()
-        self._most_parts: int | None = None
-        self.work = 0.0
-        """Work of all searches so far, in seconds by `IntegerModel.work`."""
         self._every = {group: set(group.options) for group in timeline.groups}
         program = self._program(self._every, {}, linear=True)
         self._root = program.relax()
-        self.work += program.work
         bound = math.inf if program.infeasible else 0.0 if self._root is None else self._root.bound
         self.bound_s = bound / self._scale
         """Lower bound on the seconds of every plan, by the relaxation with every option; infinite if no plan fits."""
 
-    def run(
-        self, cutoff_s: float = math.inf, most_parts: int | None = None, most_work: float = math.inf
-    ) -> Solution | None:
+    def run(self, cutoff_s: float = math.inf) -> Solution | None:
         """Return the fastest layouts with every moment within the limit; None if no plan both fits and is faster than
-        the cutoff. With `most_parts`, only plans of at most so many parts (`Option.parts`) count; a cutoff is then
-        needed.
+        the cutoff.
 
-        If too much work would be left, or `most_work` is done, the result is the best plan so far; without a plan it
-        has no layouts and an infinite objective.
+        If too much work would be left, the result is the best plan so far; without a plan it has no layouts and an
+        infinite objective.
         """
         self._best, self._left, self._gap = cutoff_s * self._scale, math.inf, 0.0
         """Cost of the best plan or the cutoff, least bound of the nodes left out, relative gap of the search."""
-        self._most_parts, self._work, self._end = most_parts, _MOST_WORK, self.work + most_work
+        self._work = _MOST_WORK
         self._found: Solution | None = None
         every, relaxed = self._every, self._root
         if relaxed is None:
@@ -155,7 +162,7 @@ class BranchAndBound:
             if not self._open:
                 return
             node = heapq.heappop(self._open)
-            if visited == _MOST_NODES or min(self._work, self._left_work) <= 0 or self._is_slow(node.bound):
+            if visited == _MOST_NODES or self._work <= 0 or self._is_slow(node.bound):
                 self._left = min(self._left, node.bound)
                 return
             self._visit(node)
@@ -166,13 +173,10 @@ class BranchAndBound:
         """
         kept = node.kept
         for whole in (False, True):
-            cheaper = self._found is None or self._most_parts is not None
-            program = self._program(kept, node.patterns, linear=True, cheaper=cheaper)
-            relaxed = self._relaxed(program, gap=max(self._gap, MIN_GAIN) if whole else None)
+            program = self._program(kept, node.patterns, linear=True, cheaper=self._found is None)
+            relaxed = program.relax(gap=max(self._gap, MIN_GAIN) if whole else None)
             if relaxed is None:
-                if self._most_parts is not None and not program.infeasible:
-                    self._leave(node.bound)
-                elif not program.infeasible:
+                if not program.infeasible:
                     self._solve(kept, node.patterns, node.bound)
                 return
             if self._is_slow(relaxed.bound):
@@ -190,26 +194,13 @@ class BranchAndBound:
                 self._branch(node._replace(kept=kept), units, found)
                 return
         assert relaxed is not None
-        if not self._accept(program.counts(relaxed)):
+        layouts = program.layouts(relaxed)
+        if not self._fits(layouts):
             self._solve(kept, node.patterns, node.bound)
-        elif self._gap or not relaxed.optimal:
+            return
+        self._take(layouts, sum(round(option.seconds * self._scale) for option in self._timeline.chosen(layouts)))
+        if self._gap or not relaxed.optimal:
             self._leave(node.bound)
-
-    @property
-    def _left_work(self) -> float:
-        """Work until the search must end."""
-        return self._end - self.work
-
-    def _relaxed(self, program: Program, *, gap: float | None) -> Relaxation | None:
-        """Solve a relaxation, unless SCIP is likely to do more than the work left; count its work."""
-        most_work = self._left_work
-        if gap is not None:
-            if program.size**2 * _SCIP_ROOT > most_work:
-                return None
-            most_work = min(_SCIP_WORK, most_work)
-        relaxed = program.relax(gap=gap, most_work=max(most_work, 0.01))
-        self.work += program.work
-        return relaxed
 
     def _leave(self, bound: float) -> None:
         """Leave out a node with this bound."""
@@ -251,40 +242,24 @@ class BranchAndBound:
     def _program(self, kept: Kept, patterns: Patterns, *, linear: bool = False, cheaper: bool = False) -> Program:
         """Return the program of all plans; with `cheaper`, of those that are faster than the best so far."""
         program = Program(self._timeline.keeping(kept), self._job, self._limit, linear=linear, patterns=patterns)
-        if self._most_parts is not None:
-            program.limit_parts(self._most_parts)
         below = cheaper and self._best < math.inf
         program.minimize_seconds(
             self._scale, max(-1, int(self._best) - 1 - int(self._best * MIN_GAIN)) if below else None
         )
         return program
 
-    def _accept(self, counts: dict[UnitGroup, list[int]]) -> bool:
-        """Adopt a solution of the relaxation if it satisfies every constraint; return whether it does."""
-        chosen = {group.units: dict(zip(group.options, numbers, strict=True)) for group, numbers in counts.items()}
-        taken = {
-            self._groups[units]: {option for option, number in numbers.items() if number}
-            for units, numbers in chosen.items()
-        }
-        program = self._program(taken, {})
-        program.fix(chosen)
-        return self._solved(program)
-
     def _solve(self, kept: Kept, patterns: Patterns, bound: float) -> None:
         """Solve a node of this bound by CP-SAT alone."""
         program = self._program(kept, patterns, cheaper=True)
-        if not (self._solved(program) or program.infeasible):
+        solved = program.solve(max(0.01, self._work))
+        self._work -= program.work
+        if solved is not None:
+            self._take(*solved[:2])
+        if not (program.infeasible or (solved is not None and solved[2])):
             self._leave(bound)
 
-    def _solved(self, program: Program) -> bool:
-        """Solve a program by CP-SAT and adopt its solution; return whether it is proven optimal."""
-        solved = program.solve(max(0.01, min(self._work, self._left_work)))
-        self._work -= program.work
-        self.work += program.work
-        if solved is None:
-            return False
-        layouts, cost, complete = solved
+    def _take(self, layouts: dict[int, UnitLayout], cost: float) -> None:
+        """Adopt layouts that fit if they cost less than the best so far."""
         if cost < self._best:
             seconds = cost / self._scale
             self._found, self._best = Solution(layouts=layouts, objective=seconds, bound=seconds), cost
-        return complete

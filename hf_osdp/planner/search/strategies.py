@@ -120,7 +120,7 @@ def _shardings(strategy: Strategy, hardware: Hardware) -> list[_Allowed]:
         case Strategy.FSDP:
             return [_Allowed(shard_sizes=whole, reshard_after_forward=True)]
         case Strategy.DDP:
-            return [_Allowed(shard_sizes=(1,), reshard_after_forward=reshard) for reshard in (True, False)]
+            return [_Allowed(shard_sizes=(1,), reshard_after_forward=True)]
         case Strategy.ZERO2:
             return [_Allowed(shard_sizes=whole, reshard_after_forward=False)]
         case Strategy.TWO_STAGE:
@@ -165,10 +165,7 @@ def _layouts(
 ) -> tuple[UnitLayout, ...]:
     """Return the allowed layouts of a unit."""
     able = (one.nearest(choices, every_policy=free.saves_operators) for one in free.activations)
-    # A unit called several times cannot hold gradients: FSDP2 would reduce the held sum in one call, and the new
-    # gradient in another.
-    always = not unit.trainable_numel or unit.span is GatherSpan.CALLS
-    reduces = (True,) if always else free.reduces
+    reduces = free.reduces if unit.trainable_numel else (True,)
     activations = tuple(dict.fromkeys(itertools.chain(*able)))
     closed = replace(free, activations=activations, saves_operators=False, reduces=reduces)
     if job.optimizer.needs_whole and unit.trainable_numel > 0:
@@ -182,10 +179,15 @@ def _product(span: GatherSpan, free: _Allowed) -> tuple[UnitLayout, ...]:
 
     Equal arguments give the same object, which comparisons of spaces rely on.
     """
-    layouts = layouts_for(
-        span, free.shard_sizes, reshard_after_forward=free.reshard_after_forward, stage_sizes=free.stage_sizes
+    places = (
+        layouts_for(
+            span, free.shard_sizes, reshard_after_forward=free.reshard_after_forward, stage_sizes=free.stage_sizes,
+            place=place,
+        )
+        for place in free.places
+    )  # fmt: skip
+    layouts = (
+        replace(layout, reduce_every_micro_step=reduces, activations=kept)
+        for layout, reduces, kept in itertools.product(itertools.chain(*places), free.reduces, free.activations)
     )
-    return tuple(
-        replace(layout, reduce_every_micro_step=reduces, activations=kept, **place._asdict())
-        for layout, reduces, kept, place in itertools.product(layouts, free.reduces, free.activations, free.places)
-    )
+    return tuple(dict.fromkeys(layouts))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
-from typing import NamedTuple
 
 from ...errors import OSDPError
 from ..cost.moments import (
@@ -14,17 +13,17 @@ from ..cost.moments import (
     all_kinds,
     call_moments,
     calls_of,
-    gathered_ahead,
+    hiding,
     merging_segments,
     resident_bytes,
 )
 from ..cost.timing import UnitTimer
 from ..cost.units import gradients_arriving, once_per_shape, shape_ids, unit_bytes
-from ..decision import Batch, Space, UnitLayout, meshes_of
-from ..description import GatherSpan, Recomputation
+from ..decision import Batch, Space, UnitLayout, groups_of
+from ..description import GatherSpan
 from ..placement import Activations, activation_choices
 from ..problem import PlanningProblem
-from .options import LaterCall, Option, Part, RootSegment, Timeline, UnitGroup, undominated
+from .options import Option, Part, RootSegment, Timeline, UnitGroup, undominated
 
 SHORT_ROW = 8
 """Longest row of equal units that is searched unit by unit; in a longer row only the first and the last unit are."""
@@ -32,23 +31,10 @@ _MOST_BYTES = 2**48
 """Largest option in bytes. No device holds more, and the sum over all units must not overflow in the solver."""
 
 
-class _Others(NamedTuple):
-    """Choices of other units in the space that change a unit's bytes."""
-
-    away: bool
-    """Some unit's parameters may be on the host."""
-    recomputed: bool
-    """Some block may be recomputed."""
-
-
 class BatchCosts:
-    """Costs of layouts at one batch of a problem, shared by its search spaces.
+    """Costs of layouts at one batch of a problem, shared by its search spaces."""
 
-    With `alike`, a unit keeps each layout that is not dominated in all units of its structure, for plans in which they
-    have the same one.
-    """
-
-    def __init__(self, problem: PlanningProblem, batch: Batch, *, alike: bool = False) -> None:
+    def __init__(self, problem: PlanningProblem, batch: Batch) -> None:
         description = problem.description
         self.problem, self.batch = problem, batch
         self.calls = calls_of(description)
@@ -56,136 +42,115 @@ class BatchCosts:
             described = description.units[unit]
             if described.span is GatherSpan.USE and len(indices) > 1:  # each call would gather it
                 raise OSDPError(
-                    f"Unit {described.label!r} runs more than once in a forward pass; describe it with span STEP or"
-                    " CALLS."
+                    f"Unit {described.label!r} runs more than once in a forward pass; describe it with span STEP."
                 )
-        self.ahead = gathered_ahead(description)
+        self._hides = hiding(description)
         self._arriving, self._merging = (
             gradients_arriving(description, problem.job),
             merging_segments(description, problem.job),
         )
         self._timer = UnitTimer(description, problem.hardware, problem.job, batch)
         self._shapes = shape_ids(description.units)
-        self._same = alike
         choices = list(zip(self._shapes, activation_choices(description), strict=True))
-        self._alike = [choices.index(choice) for choice in choices]
+        self.structures = [choices.index(choice) for choice in choices]
         """The first unit of the same structure, for each unit; such units have the same choices."""
         self.kinds = self._segment_kinds()
         terms = partial(unit_bytes, world_size=problem.hardware.world_size, job=problem.job, batch=batch)
-        self._memory = {
-            flag: once_per_shape(description.units, partial(terms, beside_host=flag)) for flag in (False, True)
-        }
-        """Memory terms of a unit, by whether some unit may be on the host."""
+        self._memory = once_per_shape(description.units, terms)
         self._segment_bytes = cache(self._bytes_of)
-        self._made: dict[tuple[int, UnitLayout, _Others], Option] = {}
-        self._kept: dict[tuple[int, tuple[UnitLayout, ...], _Others], tuple[UnitLayout, ...]] = {}
-        self._options: dict[tuple[int, tuple[UnitLayout, ...], _Others], tuple[Option, ...]] = {}
+        self._made: dict[tuple[int, UnitLayout, bool], Option] = {}
+        self._options: dict[tuple[int, tuple[UnitLayout, ...], bool, bool], tuple[Option, ...]] = {}
 
     def _segment_kinds(self) -> list[int]:
         """Return a number for each segment; segments have the same number if their units have equal options."""
         known: dict[tuple[object, ...], int] = {}
         kinds = []
+        sizes = {self.problem.hardware.world_size, 1}
+        layouts = [UnitLayout(shard_size=size, reshard_after_forward=True) for size in sizes]
         for index, segment in enumerate(self.problem.description.segments):
             unit = segment.unit
-            several = unit if len(self.calls[unit]) > 1 else None  # a unit with several calls equals no other unit
             policies = (None, *(policy.recomputation for policy in segment.recomputed))
-            windows = tuple(self._timer.work(_freed(policy))[1][unit] for policy in policies)
-            alike = segment.each(lambda one: replace(one, unit=0))
-            kinds.append(
-                known.setdefault(
-                    (several, self._shapes[unit], alike, self._merging.get(index, 0), windows), len(known)
-                )
+            windows = tuple(
+                self._timer.work(replace(layout, activations=Activations(recomputation=policy)))[1][unit]
+                for policy in policies
+                for layout in layouts
             )
+            alike = segment.each(lambda one: replace(one, unit=0))
+            key = (self._shapes[unit], alike, self._merging.get(index, 0), windows)
+            kinds.append(known.setdefault(key, len(known)))
         return kinds
 
-    def options(self, unit: int, layouts: tuple[UnitLayout, ...], others: _Others) -> tuple[Option, ...]:
-        """Return the options of a unit that are not dominated, in the order of the rule in `options.py`."""
-        key = (self._kind(unit), layouts, others)
+    def options(
+        self, unit: int, layouts: tuple[UnitLayout, ...], recomputed: bool, *, every_layout: bool = False
+    ) -> tuple[Option, ...]:
+        """Return the options of a unit that are not dominated, or those of `every_layout`, in the order of the rule in
+        `options.py`; `recomputed`: some block may be recomputed.
+        """
+        key = (self._kind(unit), layouts, recomputed, every_layout)
         if key not in self._options:
-            alike = (self._alike[unit] if self._same else self._kind(unit), layouts, others)
-            if alike not in self._kept:
-                self._kept[alike] = self._undominated(unit, layouts, others)
-            kept = (self._made_option(unit, layout, others) for layout in self._kept[alike])
-            self._options[key] = tuple(sorted(kept, key=lambda option: option.order))
+            made = [self._made_option(unit, layout, recomputed) for layout in layouts]
+            if not every_layout:
+                small = [option for option in made if max(map(abs, option.levels)) <= _MOST_BYTES]
+                meshes = self.problem.hardware.device.communicator_bytes > 0
+                made = undominated(small or made[:1], meshes=meshes)
+            self._options[key] = tuple(sorted(made, key=lambda option: option.order))
         return self._options[key]
 
-    def _undominated(self, unit: int, layouts: tuple[UnitLayout, ...], others: _Others) -> tuple[UnitLayout, ...]:
-        """Return the layouts that no other dominates; with `alike`, in all units of this structure."""
-        same = [other for other, first in enumerate(self._alike) if first == self._alike[unit]]
-        kinds = {self._kind(other): other for other in (same if self._same else [unit])}
-        made = [tuple(self._made_option(one, layout, others) for one in kinds.values()) for layout in layouts]
-        small = [options for options in made if all(max(map(abs, option.levels)) <= _MOST_BYTES for option in options)]
-        meshes = self._same or self.problem.hardware.device.communicator_bytes > 0
-        return tuple(options[0].layout for options in undominated(small or made[:1], meshes=meshes))
-
-    def _indices(self, unit: int) -> list[int]:
-        """Return the segments in which the unit is gathered."""
+    def _index(self, unit: int) -> int | None:
+        """Return the segment in which the unit is gathered; None if it never runs, or is gathered for the step."""
         whole_step = self.problem.description.units[unit].span is GatherSpan.STEP
-        return [] if whole_step else self.calls.get(unit, [])
+        return None if whole_step or unit not in self.calls else self.calls[unit][0]
 
     def _kind(self, unit: int) -> int:
-        indices = self._indices(unit)
-        return self.kinds[indices[0]] if indices else ~unit
+        index = self._index(unit)
+        return ~unit if index is None else self.kinds[index]
 
-    def _made_option(self, unit: int, layout: UnitLayout, others: _Others) -> Option:
-        key = (self._kind(unit), layout, others)
+    def _made_option(self, unit: int, layout: UnitLayout, recomputed: bool) -> Option:
+        key = (self._kind(unit), layout, recomputed)
         if key not in self._made:
-            self._made[key] = self._option(unit, self._indices(unit), layout, others)
+            self._made[key] = self._option(unit, layout, recomputed)
         return self._made[key]
 
-    def root_segment(self, index: int, others: _Others) -> RootSegment:
+    def root_segment(self, index: int, recomputed: bool) -> RootSegment:
         """Return a segment of a unit that is gathered for the whole step."""
         unit, costs = (
             self.problem.description.segments[index].unit,
-            self._segment_bytes(index, Activations.SAVE, others),
+            self._segment_bytes(index, Activations.SAVE, recomputed),
         )
-        return RootSegment(
-            unit=unit, bytes=costs, gradients=self._arriving[index], prefetches=self.ahead[index] is not None
-        )
+        return RootSegment(unit=unit, bytes=costs, gradients=self._arriving[index], hides=self._hides[index])
 
-    def _bytes_of(self, index: int, activations: Activations, others: _Others) -> SegmentBytes:
+    def _bytes_of(self, index: int, activations: Activations, recomputed: bool) -> SegmentBytes:
         """Return a segment's memory terms, with gradients of shared weights that merge in its backward."""
         segment = self.problem.description.segments[index]
         span, samples = self.problem.description.units[segment.unit].span, self.batch.micro_batch_size
-        costs = SegmentBytes.of(segment, span, samples, activations, recomputes=others.recomputed)
+        costs = SegmentBytes.of(segment, span, samples, activations, recomputes=recomputed)
         return replace(costs, backward_peak=costs.backward_peak + self._merging.get(index, 0))
 
-    def _option(self, unit: int, indices: list[int], layout: UnitLayout, others: _Others) -> Option:
-        """Return a layout with its bytes and seconds; `indices` are the unit's segments in forward order."""
-        hardware, terms = self.problem.hardware, self._memory[others.away](unit, layout)
+    def _option(self, unit: int, layout: UnitLayout, recomputed: bool) -> Option:
+        """Return a layout with its bytes and seconds."""
+        hardware, terms = self.problem.hardware, self._memory(unit, layout)
         whole = Option(
-            layout=layout, bytes=terms, seconds=self._timer(unit, layout).total_s, structure=self._alike[unit],
-            host=terms.host, meshes=meshes_of(layout.shard_size, layout.stage_size, hardware.world_size),
+            layout=layout, bytes=terms, seconds=self._timer(unit, layout).total_s, structure=self.structures[unit],
+            host=terms.host, meshes=groups_of(layout, hardware.world_size),
         )  # fmt: skip
-        first, *later = [self._call(indices, number, whole, others) for number in range(len(indices))] or [whole]
-        return replace(first, later=tuple(later))
-
-    def _call(self, indices: list[int], number: int, whole: Option, others: _Others) -> Option:
-        """Return the option of one call of a unit that is freed after use."""
-        segment = self._segment_bytes(indices[number], whole.layout.activations, others)
-        is_late = self.problem.description.units[self.problem.description.segments[indices[0]].unit].ends_late
-        moments = call_moments(
-            whole.bytes, segment, all_kinds, is_first=not number, is_last=number == len(indices) - 1, ends_late=is_late
-        )
-        return replace(whole, call=moments, host=whole.bytes.host + segment.host)
+        if (index := self._index(unit)) is None:
+            return whole
+        segment = self._segment_bytes(index, layout.activations, recomputed)
+        return replace(whole, call=call_moments(terms, segment, all_kinds), host=terms.host + segment.host)
 
 
-def build_timeline(costs: BatchCosts, space: Space) -> Timeline:
+def build_timeline(costs: BatchCosts, space: Space, *, every_layout: bool = False) -> Timeline:
     """Return the timeline of one micro-step: groups of equal units, with options from the space, and the segments
-    between them.
-
-    Units with span USE run at most once in a micro-step, units with span CALLS possibly several times.
+    between them; with `every_layout` also options that others dominate.
     """
     problem, hardware = costs.problem, costs.problem.hardware
     spans = [unit.span for unit in problem.description.units]
-    others = _Others(
-        away=any(layout.away for layouts in space for layout in layouts),
-        recomputed=any(layout.activations.recomputes for layouts in space for layout in layouts),
-    )
+    recomputed = any(layout.activations.recomputes for layouts in space for layout in layouts)
+    options = partial(costs.options, recomputed=recomputed, every_layout=every_layout)
     alone = [i for i, span in enumerate(spans) if span is GatherSpan.STEP or i not in costs.calls]
-    rest = {i: UnitGroup(units=(i,), options=costs.options(i, space[i], others)) for i in alone}
+    rest = {i: UnitGroup(units=(i,), options=options(i, space[i])) for i in alone}
     return Timeline(
-        parts=tuple(_parts(costs, space, others)),
+        parts=tuple(_parts(costs, space, recomputed, options)),
         whole_step=tuple(group for i, group in rest.items() if spans[i] is GatherSpan.STEP),
         idle=tuple(group for i, group in rest.items() if spans[i] is not GatherSpan.STEP),
         model_bytes=resident_bytes(problem.description, problem.job, costs.batch.micro_batch_size, all_kinds),
@@ -194,35 +159,29 @@ def build_timeline(costs: BatchCosts, space: Space) -> Timeline:
     )
 
 
-def _parts(costs: BatchCosts, space: Space, others: _Others) -> Iterator[Part]:
+def _parts(
+    costs: BatchCosts,
+    space: Space,
+    recomputed: bool,
+    options: Callable[[int, tuple[UnitLayout, ...]], tuple[Option, ...]],
+) -> Iterator[Part]:
     """Yield the parts of a micro-step in forward order; a row is split where the position of a unit matters."""
     units = [segment.unit for segment in costs.problem.description.segments]
     whole_step = {i for i, unit in enumerate(costs.problem.description.units) if unit.span is GatherSpan.STEP}
 
     def row_key(index: int) -> object:
         unit = units[index]
-        in_row = unit not in whole_step and costs.calls[unit][0] == index
         alone = index if costs.problem.description.units[unit].ends_late else None
-        return (costs.kinds[index], space[unit], alone) if in_row else index
+        return index if unit in whole_step else (costs.kinds[index], space[unit], alone)
 
     for key, grouped in itertools.groupby(range(len(units)), row_key):
         first, *rest = row = list(grouped)
         unit = units[first]
         if isinstance(key, tuple):
-            options = costs.options(unit, space[unit], others)
+            own = options(unit, space[unit])
             for part in [[index] for index in row] if len(row) <= SHORT_ROW else ([first], rest[:-1], rest[-1:]):
                 members = tuple(units[index] for index in part)
                 ends_late = costs.problem.description.units[unit].ends_late
-                prefetches = costs.ahead[part[0]] is not None
-                yield UnitGroup(units=members, options=options, ends_late=ends_late, prefetches=prefetches)
-        elif unit in whole_step:
-            yield costs.root_segment(first, others)
+                yield UnitGroup(units=members, options=own, ends_late=ends_late)
         else:
-            yield LaterCall(
-                unit=unit, number=costs.calls[unit].index(first) - 1, prefetches=costs.ahead[first] is not None
-            )
-
-
-def _freed(policy: Recomputation | None) -> UnitLayout:
-    """Return the layout of a unit that is recomputed under this policy, and freed after its forward."""
-    return UnitLayout(shard_size=1, reshard_after_forward=True, activations=Activations(recomputation=policy))
+            yield costs.root_segment(first, recomputed)

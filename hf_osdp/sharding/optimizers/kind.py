@@ -29,8 +29,8 @@ class Kind:
 
     packages: ClassVar[tuple[str, ...]] = ("torch.optim.", "transformers.")
     """Modules whose optimizers keep all state for each parameter, so that these can be stepped one by one."""
-    steps_shards: ClassVar[bool] = True
-    """Whether it steps, and keeps states for, local shards as plain tensors."""
+    has_plain_states: ClassVar[bool] = True
+    """Whether its states of shards are plain tensors, as its step makes them, and not DTensors."""
     gathers: ClassVar[bool] = False
     """Whether sharded parameters are left out of the optimizer's own step, and stepped by `step_gathered`."""
     lr_is_tensor: ClassVar[bool] = False
@@ -146,9 +146,9 @@ class Kind:
 
 
 class ElementWise(Kind):
-    """torch's element-wise optimizers, which step DTensors."""
+    """torch's element-wise optimizers, whose states are DTensors as without a plan."""
 
-    steps_shards = False
+    has_plain_states = False
 
     @classmethod
     def includes(cls, optimizer: torch.optim.Optimizer) -> bool:

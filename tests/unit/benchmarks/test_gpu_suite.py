@@ -3,62 +3,28 @@
 from __future__ import annotations
 
 import json
-import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import gpu_memory, headline
+from benchmarks import gpu_memory
 from benchmarks.gpu_suite import __main__ as suite
-from benchmarks.gpu_suite import runner
-from benchmarks.gpu_suite.page import WIDTH, page, records_of
-from benchmarks.gpu_suite.runner import RESULTS, run_step
+from benchmarks.gpu_suite.page import WIDTH
+from benchmarks.gpu_suite.runner import RESULTS
 from benchmarks.gpu_suite.step import STEPS
-
-HEAD = {
-    "hardware": "CPU, 2 cores", "versions": {"torch": "2.13.0"}, "commit": "abc",
-    "command": "python -m benchmarks.gpu_suite --out x",
-}  # fmt: skip
+from benchmarks.headline import __main__ as headline
 
 
 def results(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / RESULTS).read_text().splitlines()]
 
 
-def test_the_documentation_has_every_step():
+def test_the_documentation_names_steps_that_exist():
     text = (Path(__file__).parents[3] / "docs" / "gpu.md").read_text(encoding="utf-8")
-    rows = [f"| `{step.name}` | {step.proves} |" for step in STEPS.values()]
-    assert [line for line in text.splitlines() if line.startswith("| `")] == rows
-
-
-@pytest.fixture
-def child(monkeypatch):
-    """A step's process that writes a row, says something, and runs these lines of Python."""
-    popen, found = runner.subprocess.Popen, json.dumps({"row": {"a": "1"}})
-    finds = f"import sys; open(sys.argv[5] + '/found.jsonl', 'w').write({found!r}); print('said', flush=True); "
-
-    def of(code: str) -> None:
-        def started(command, **options):
-            return popen([command[0], "-c", finds + code, *command[3:]], **options)
-
-        monkeypatch.setattr(runner.subprocess, "Popen", started)
-
-    return of
-
-
-def test_failed_and_long_steps_keep_what_they_found(child, tmp_path):
-    child("raise SystemExit(7)")
-    one = run_step(STEPS["clock"], tmp_path, rehearses="cpu")
-    assert (one["status"], one["rows"], one["tail"]) == ("failed", [{"a": "1"}], ["said"])
-    assert "said" in page(records_of([tmp_path]), [HEAD]).split("```text")[1]
-    child("import time; time.sleep(60)")
-    began = time.monotonic()
-    one = run_step(replace(STEPS["clock"], limit_s=1.0), tmp_path, rehearses="", limit_s=1e6)
-    assert time.monotonic() - began < 20
-    assert (one["status"], one["rows"], one["limit_s"]) == ("timed out", [{"a": "1"}], 1)
-    assert "It was ended after 1 s" in page([one], [HEAD])
+    table = text[text.index("| question | answer | step |") :].split("\n\n")[0].splitlines()[2:]
+    named = {step.strip("` ") for row in table for step in row.split("|")[-2].split(",")}
+    assert named and named <= set(STEPS)
 
 
 @pytest.mark.slow
@@ -68,7 +34,7 @@ def test_the_whole_rehearsal_ends_well(tmp_path):
     found = {one["step"]: one["status"] for one in results(tmp_path)}
     assert list(found) == list(STEPS) and set(found.values()) == {"done", "needs a GPU"}
     text = (tmp_path / "results.md").read_text()
-    assert "Rehearsal on the CPU; no GPU yet" in text and "| all-reduce | False | 1 | right |" in text
+    assert "Rehearsal on the CPU; no GPU yet" in text
     assert max(map(len, text.splitlines())) <= WIDTH
 
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from dataclasses import replace
 
 import pytest
 
 from hf_osdp.checkpoint import resume
-from hf_osdp.checkpoint.folders import MANIFEST_NAME, Manifest
-from hf_osdp.checkpoint.resume import checkpoint_to_resume, last_checkpoint, warn_of_changes
-from hf_osdp.checkpoint.writer import CheckpointWriter
+from hf_osdp.checkpoint.folders import MANIFEST_NAME
+from hf_osdp.checkpoint.resume import checkpoint_to_resume, last_checkpoint
 from hf_osdp.errors import CheckpointError
-from hf_osdp.planner.plan import Plan, UnitDecision
-from hf_osdp.planner.wire import WireFormat
 
 from .checkpoints import saved
 from .test_folders import small
@@ -76,13 +71,6 @@ def test_newest_checkpoint_without_manifest_yields_to_those_with_one(tmp_path, r
     assert checkpoint_to_resume(tmp_path, True).name == "checkpoint-6"
 
 
-def test_restart_passes_over_checkpoints_without_optimizer(tmp_path, restarted, caplog):
-    small(tmp_path, "checkpoint-4")
-    restarted()
-    assert checkpoint_to_resume(tmp_path) is None
-    assert "has no optimizer state" in caplog.text and "training starts from the beginning" in caplog.text
-
-
 @pytest.mark.parametrize(("note", "line"), [('{"training": "ab', "is not JSON"), ("[]", "holds no training id")])
 def test_damaged_note_of_the_training_is_not_taken_for_none(tmp_path, restarted, note, line):
     checkpoint_to_resume(tmp_path)
@@ -96,46 +84,3 @@ def test_damaged_note_of_the_training_is_not_taken_for_none(tmp_path, restarted,
     path.unlink()
     assert last_checkpoint(tmp_path).name == "checkpoint-2"
     assert resume.recorded_manifest(tmp_path) is None
-
-
-def test_changed_settings_and_wires_are_named_before_and_now(tmp_path, caplog):
-    settings = {"seed": "1", "precision": "bf16", "dataset": "of 80 rows (1234abcd)"}
-    folder = tmp_path / "checkpoint-1"
-    with CheckpointWriter(settings=settings).new(folder, optimizer="AdamW"):
-        pass
-    assert Manifest.load(folder).settings == {**settings, "optimizer": "AdamW"}
-    warn_of_changes(folder, {**settings, "of no checkpoint yet": "1"}, None)
-    assert not caplog.text
-    now = {"seed": "2", "precision": "no", "dataset": "of 80 rows (00000000)", "optimizer": "SGD"}
-    warn_of_changes(folder, now, None)
-    saved = "seed 1, precision bf16, dataset of 80 rows (1234abcd), optimizer AdamW"
-    has = "seed 2, precision no, dataset of 80 rows (00000000), optimizer SGD"
-    said = f"checkpoint-1 was saved with {saved}; this run has {has}: it does not continue the same training."
-    assert said in caplog.text
-    caplog.clear()
-    wires = {"gather_wire": WireFormat.INT8, "reduce_wire": WireFormat.INT4}
-    unit = UnitDecision(fqn="a", shard_size=2, reshard_after_forward=True, **wires)
-    batch = {"micro_batch_size": 1, "accumulation_steps": 1}
-    plan = Plan(world_size=2, strategy="osdp", units=(unit,), model_fingerprint="", **batch)
-    exact = replace(plan, units=(replace(unit, gather_wire=None, reduce_wire=None),))
-    folder = tmp_path / "checkpoint-1"
-    with CheckpointWriter(plan=exact).new(folder):
-        pass
-    warn_of_changes(folder, {}, exact)
-    warn_of_changes(folder, {}, None)
-    assert not caplog.text
-    warn_of_changes(folder, {}, plan)
-    assert "was saved with communication exact; this run has communication int4" in caplog.text
-
-
-def test_files_of_earlier_versions_are_read(tmp_path, restarted):
-    folder = small(tmp_path)
-    path = folder / MANIFEST_NAME
-    content = json.loads(path.read_text())
-    del content["training"], content["settings"]
-    path.write_text(json.dumps(content))
-    (tmp_path / ".partial").mkdir(exist_ok=True)
-    (tmp_path / ".partial" / "training.json").write_text('{"training": "4f0c9a1e"}')
-    restarted()
-    assert last_checkpoint(tmp_path) == folder and Manifest.load(folder).settings == {}
-    resume.check_checkpoint(folder)

@@ -32,21 +32,6 @@ def test_profile_times_a_model_and_writes_a_readable_file(model, tmp_path):
     assert max(map(len, done.output.splitlines())) <= 100
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--output /no/such/p.json", "folder '/no/such' does not exist"),
-        ("--output p.json --precision bf16", "--precision concerns MODEL's blocks, but no MODEL was given"),
-        ("MODEL --output p.json", "give --sequence-length"),
-        ("MODEL --output p.json --sequence-length 99", "sequence_length=99 is more than the 16 positions"),
-    ],
-)
-def test_profile_refuses_wrong_requests_in_one_line(model, arguments, message):
-    done = run(*(model if argument == "MODEL" else argument for argument in arguments.split()))
-    assert done.exit_code == 2
-    assert message in done.stderr and len(done.stderr.strip().splitlines()) == 1
-
-
 def _profile_here(output: str) -> str:
     return run("--output", output).output
 

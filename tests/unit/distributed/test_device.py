@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hf_osdp.distributed import device as module
-from hf_osdp.distributed.device import has_fixed_segments, own_gpu, prefer_expandable_segments
+from hf_osdp.distributed.device import own_gpu, prefer_expandable_segments
 from hf_osdp.distributed.mesh import collective_device
 from hf_osdp.measurement.machine import measuring_device
 from hf_osdp.preparation.preflight import device_memory
@@ -86,16 +86,6 @@ def test_all_devices_are_that_of_group_formed_with_device_id(gpus, form, choose)
     assert gpus.current == 3
 
 
-@pytest.mark.parametrize("device_type", [None, "cuda"])
-def test_group_forms_on_only_visible_gpu_at_any_rank(gpus, monkeypatch, device_type):
-    formed = []
-    for name, value in {"LOCAL_RANK": "3", "RANK": "3", "WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: formed.append(backend))
-    environment.form_process_group(needed=True, device_type=device_type)
-    assert formed == ["cpu:gloo,cuda:nccl"] and gpus.current == 0
-
-
 @pytest.fixture
 def calls(monkeypatch) -> list[str]:
     """What the allocator is told, in a torch that is built with CUDA and has not begun to use it."""
@@ -118,38 +108,3 @@ def test_expandable_segments_are_set_once_beside_other_settings(calls, monkeypat
     prefer_expandable_segments()
     prefer_expandable_segments()
     assert calls == [os.environ[variable]] == [f"{before},expandable_segments:True".lstrip(",")]
-
-
-@pytest.mark.parametrize(
-    ("settings", "fixed"),
-    [("expandable_segments:False", True), ("expandable_segments:True", False), ("backend:cudaMallocAsync", False)],
-)
-def test_expandable_segments_leave_choice_of_user(calls, monkeypatch, settings, fixed):
-    assert has_fixed_segments()
-    for variable in VARIABLES:
-        monkeypatch.setenv(variable, settings)
-        assert variable != CURRENT or has_fixed_segments() is fixed
-        prefer_expandable_segments()
-        assert not calls
-        monkeypatch.setenv(variable, "")
-    calls.append(settings)  # as a call would set it
-    prefer_expandable_segments()
-    assert calls == [settings] and has_fixed_segments() is fixed
-
-
-def test_expandable_segments_leave_torch_without_cuda(calls, monkeypatch):
-    prefer_expandable_segments()
-    assert calls and not has_fixed_segments()
-    calls.clear()
-    monkeypatch.setenv(CURRENT, "")
-    monkeypatch.setattr(torch.version, "cuda", None)
-    prefer_expandable_segments()
-    assert not calls
-
-
-@pytest.mark.parametrize(("segments", "fixed"), [([], False), ([True], False), ([False, True], True)])
-def test_segments_reserved_before_the_setting_stay_fixed(calls, monkeypatch, segments, fixed):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)  # as after `TrainingArguments()`
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": expands} for expands in segments])
-    prefer_expandable_segments()
-    assert calls == ["expandable_segments:True"] and has_fixed_segments() is fixed

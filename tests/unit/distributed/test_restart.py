@@ -6,7 +6,6 @@ import psutil
 import pytest
 
 from hf_osdp.distributed import restart
-from hf_osdp.distributed.launcher import number, restart_count
 from hf_osdp.distributed.restart import limit_after_oom, note_limit, reason_not_to_restart
 
 UNDER_TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_RESTART_COUNT": "1"}
@@ -56,22 +55,3 @@ def test_hindrance_names_how_to_be_started_again(monkeypatch, under_torchrun):
     assert "no restarts left; start it with --max-restarts 3" in reason_not_to_restart()
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert "use that memory_limit, or torchrun --max-restarts 3" in reason_not_to_restart()
-
-
-def test_number_of_launcher_is_digits_alone(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    assert number("RANK", 3) == 3
-    for text in ("", "-1", "1.0", "x", "9" * 5000, "²"):
-        monkeypatch.setenv("RANK", text)
-        with pytest.raises(ValueError, match=r"RANK=.* is not a whole number of at least 0") as caught:
-            number("RANK")
-        assert len(str(caught.value)) < 150
-    monkeypatch.setenv("RANK", "12")
-    assert number("RANK") == 12
-
-
-@pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
-def test_restart_count_takes_largest(monkeypatch, name):
-    for text, count in (("", 0), ("2", 2)):
-        monkeypatch.setenv(name, text)
-        assert restart_count() == count

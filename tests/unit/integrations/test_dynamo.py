@@ -37,7 +37,6 @@ def test_inductor_compiles_blocks_by_the_plan_and_accelerate_nothing(asked):
     [
         ({}, "", {}, False),
         ({}, "INDUCTOR", {}, True),
-        ({"compile": "auto"}, "", {"dynamo_backend": "inductor"}, "auto"),
         ({}, "", {"dynamo_plugin": TorchDynamoPlugin(backend="inductor", disable=True)}, False),
     ],
 )
@@ -47,14 +46,13 @@ def test_blocks_are_compiled_as_options_launcher_and_dynamo_ask(monkeypatch, osd
     assert OSDPAccelerator(cpu=True, osdp=osdp, **asked).plugin.osdp.compile == compiles
 
 
-@pytest.mark.parametrize("osdp", [{}, {"compile": "auto"}])
-def test_model_wrapped_by_torch_compile_is_unwrapped_and_blocks_compiled(osdp):
-    accelerator = OSDPAccelerator(cpu=True, osdp=osdp)
+def test_model_wrapped_by_torch_compile_is_unwrapped_and_blocks_compiled():
+    accelerator = OSDPAccelerator(cpu=True, osdp={})
     model = tiny_model("gpt2")
     assert accelerator._without_wrappers(model) is model
-    assert accelerator.plugin.osdp.compile == osdp.get("compile", False)
+    assert not accelerator.plugin.osdp.compile
     assert accelerator._without_wrappers(torch.compile(model)) is model
-    assert accelerator.plugin.osdp.compile == osdp.get("compile", True)
+    assert accelerator.plugin.osdp.compile
     with pytest.raises(ValueError, match="so compile=True would have no effect; leave one of the two out"):
         OSDPAccelerator(cpu=True, osdp={"plan": "plan.json"})._without_wrappers(torch.compile(model))
 

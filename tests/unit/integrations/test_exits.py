@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -34,14 +33,6 @@ def test_run_script_shows_refused_input_in_one_line(main, line, capsys):
     assert said.startswith(line) and said.count("\n") == 1
 
 
-def test_run_script_leaves_other_errors_their_traceback():
-    for kind, main in {
-        ValueError: lambda: json.loads("{"), FileNotFoundError: lambda: open("/nowhere"), KeyError: lambda: {}[0],
-    }.items():  # fmt: skip
-        with pytest.raises(kind):
-            run_script(main)
-
-
 @pytest.fixture
 def watched() -> tuple[OSDPAccelerator, list[str]]:
     """An accelerator, and what its end waited for or finished."""
@@ -68,12 +59,3 @@ def test_end_training_waits_for_nobody_while_an_error_propagates(watched, error,
         finally:
             accelerator.end_training()
     assert ends == expected
-
-
-def test_end_training_is_complete_where_another_training_failed_before(request):
-    try:
-        raise MemoryError
-    except MemoryError:
-        accelerator, ends = request.getfixturevalue("watched")
-        accelerator.end_training()
-    assert ends == ["waited", "finished"]

@@ -10,7 +10,6 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 from hf_osdp.integrations.launch import LaunchRequest, launch_request
-from hf_osdp.integrations.trainer_arguments import requested_config
 from hf_osdp.preparation.config import OSDPConfig, merged_config
 
 FILES = sorted((Path(__file__).parents[3] / "accelerate_configs").glob("*.yaml"))
@@ -28,7 +27,7 @@ def test_launch_request_is_empty_without_launcher_and_for_plain_fsdp():
 @pytest.mark.parametrize(
     ("strategy", "more", "expected"),
     [
-        ("{'osdp': True, 'compare': False}", {}, (True, False, {"compare": False})),
+        ("{'osdp': True, 'report': False}", {}, (True, False, {"report": False})),
         ("{'osdp': False, 'memory_limit': '1GiB', 'use_cpu': True}", {}, (False, True, {"memory_limit": "1GiB"})),
         ("{'osdp': False}", {"FSDP_TRANSFORMER_CLS_TO_WRAP": "A,B"}, (False, False, {})),
         ("{'osdp': True}", {"FSDP_RESHARD_AFTER_FORWARD": "false"}, (True, False, {})),
@@ -37,17 +36,6 @@ def test_launch_request_is_empty_without_launcher_and_for_plain_fsdp():
 def test_launch_request_has_the_options_of_the_file(strategy, more, expected):
     request = requested(strategy, **more)
     assert (request.osdp, request.use_cpu, dict(request.options)) == expected
-
-
-@pytest.mark.parametrize("osdp", [True, False])
-@pytest.mark.parametrize("variable", ["FSDP_TRANSFORMER_CLS_TO_WRAP", "FSDP_RESHARD_AFTER_FORWARD"])
-def test_what_a_plan_decides_is_refused_whoever_asked(monkeypatch, osdp, variable):
-    file = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": f"{{'osdp': {osdp}}}"}
-    for name, value in {**file, variable: "false"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="is decided by the plan"):
-        requested_config(True, None)
-    assert requested_config(False, None) is None
 
 
 @pytest.mark.parametrize("strategy", [

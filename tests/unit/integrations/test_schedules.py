@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,12 +99,6 @@ def test_rescaled_schedule_goes_on_as_if_never_interrupted(kind, was, now):
 )
 def test_position_factor_follows_ranks_and_samples(was, now, factor):
     assert position_factor(ranks=(was[0], now[0]), samples=(was[1], now[1])) == factor
-
-
-def test_own_schedule_leaves_out_what_goes_by_the_loop_alone():
-    (scheduler,) = made([KINDS["step"]], 1)[1]
-    assert own(scheduler, split_batches=True) is own(scheduler, step_with_optimizer=False) is None
-    assert process_schedule(SimpleNamespace()) is None
 
 
 @pytest.mark.filterwarnings("ignore")

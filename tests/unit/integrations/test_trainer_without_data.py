@@ -7,7 +7,6 @@ import io
 import pytest
 import torch
 import transformers
-from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
 from hf_osdp.integrations.trainer import Trainer
@@ -25,7 +24,7 @@ def made(folder, kind=Trainer, model=None, *, arguments=None, **given):
     small = {"use_cpu": True, "report_to": "none", "max_steps": 1, "save_strategy": "no"}
     args = TrainingArguments(str(folder), **{**small, "per_device_train_batch_size": 2, **(arguments or {})})
     if kind is Trainer:
-        given["osdp"] = {"memory_limit": "1GiB", "hardware": "cpu", "compare": False, **given.get("osdp", {})}
+        given["osdp"] = {"memory_limit": "1GiB", "hardware": "cpu", **given.get("osdp", {})}
     return kind(model=tiny_model("gpt2", layers=1) if model is None else model, args=args, **given)
 
 
@@ -62,37 +61,3 @@ def test_each_training_is_measured_and_its_model_can_be_pickled(tmp_path):
     first = trainer.accelerator.measured
     trainer.train()
     assert trainer.accelerator.measured is not first and first.steps == trainer.accelerator.measured.steps == 1
-
-
-class OneSample(nn.Module):
-    """Runs a batch of one sample, and no other."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.head = nn.Embedding(61, 8), nn.Linear(8, 61)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-
-    def forward(self, input_ids, labels=None):
-        hidden = self.table(input_ids).reshape(LENGTH, 8)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        logits = self.head(hidden)
-        return {"loss": nn.functional.cross_entropy(logits, labels.reshape(LENGTH)), "logits": logits[None]}
-
-
-def test_model_for_one_sample_is_planned_with_micro_batch_one(tmp_path):
-    one = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
-    trainer = made(tmp_path, model=OneSample(), arguments=one, train_dataset=rows())
-    trainer.train()
-    assert (trainer.plan.micro_batch_size, trainer.plan.accumulation_steps, trainer.state.global_step) == (1, 2, 1)
-
-
-def test_scripts_find_only_their_own_callbacks_and_no_report(tmp_path):
-    trainer = made(tmp_path / "out", train_dataset=rows(), osdp={"report": False})
-    stock = made(tmp_path / "stock", transformers.Trainer, train_dataset=rows())
-    kinds = [[type(one) for one in each.callback_handler.callbacks] for each in (trainer, stock)]
-    assert kinds[0] == kinds[1] and type(trainer.callback_handler) is type(stock.callback_handler)
-    trainer.train()
-    assert not (tmp_path / "out" / "osdp_report.json").exists()
-    with pytest.raises(ValueError, match=r"No valid checkpoint found in output directory \("):
-        trainer.train(resume_from_checkpoint=True)

@@ -34,14 +34,3 @@ def test_shape_has_the_published_number_of_parameters(name):
 ])  # fmt: skip
 def test_find_shape_takes_known_ids_in_any_case_without_organisation(model_id, name):
     assert find_shape(model_id) is (name and catalogue()[name])
-
-
-def test_no_id_stands_for_two_shapes():
-    ids = [name.lower() for shape in catalogue().values() for name in (shape.name, *shape.same)]
-    assert len(set(ids)) == len(ids) == len({name.rpartition("/")[2] for name in ids})
-
-
-def test_configurations_are_not_shared():
-    shape = catalogue()["google/gemma-3-4b-pt"]
-    shape.config.text_config.num_hidden_layers = 1
-    assert shape.config.text_config.num_hidden_layers == 34

@@ -9,7 +9,7 @@ from hf_osdp.errors import DescriptionError
 from hf_osdp.modeling.split.apply import split_copy
 from hf_osdp.modeling.split.candidates import SHALLOW, possible_splits
 from hf_osdp.modeling.units import find_units
-from hf_osdp.planner.description import DType, GatherSpan
+from hf_osdp.planner.description import DType
 from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.search.compare import choose_description
 from hf_osdp.planner.search.search import fastest_without_limit, least_memory, search
@@ -54,15 +54,14 @@ def test_slices_are_units_whose_blocks_are_split_anyway(llama):
     assert [name for name, _ in llama.named_parameters()] == before
 
 
-def test_possible_splits_are_of_head_and_large_operators(llama, described):
+def test_possible_splits_are_the_loss_in_chunks_and_large_operators(llama, described):
     splits = possible_splits(llama, described)
     assert ModelSplit(operators=True) in splits and WHOLE_BLOCKS not in splits and len(set(splits)) == len(splits)
-    assert {operator.fqn for split in splits for operator in split.sliced if not split.operators} == {"lm_head"}
-    without_head = possible_splits(llama, described, vocabulary=False)
-    assert not any(operator.fqn == "lm_head" for split in without_head for operator in split.sliced)
+    assert {split.loss_chunks for split in splits} == {1, 8}
+    assert {split.loss_chunks for split in possible_splits(llama, described, vocabulary=False)} == {1}
     sizes = {name: p.numel() for name, p in llama.named_parameters()}
     largest = max(numel for name, numel in sizes.items() if ".mlp." in name)
-    inside = {operator.fqn for split in splits for operator in split.sliced} - {"lm_head"}
+    inside = {operator.fqn for split in splits for operator in split.sliced}
     assert inside and all(sizes[f"{name}.weight"] * 4 > largest for name in inside)
 
 
@@ -116,13 +115,6 @@ def test_splits_are_tried_only_where_memory_binds(described):
     assert chosen(described, 1, tuple, None, strategy="fsdp") is described, "single strategies take the model as it is"
 
 
-def test_loss_chunks_is_tried_where_compiled_and_memory_is_ample(described):
-    asked, split = [], ModelSplit(loss_chunks=8)
-    compiled = replace(described, compiled_classes=("LlamaDecoderLayer",))
-    assert chosen(compiled, 10**12, lambda: [split], lambda one: asked.append(one) or compiled) is compiled
-    assert asked == [split]
-
-
 def test_loss_chunks_is_possible_with_labels_but_in_fp16(llama, described):
     assert possible_splits(llama, described, operators=False) == (ModelSplit(loss_chunks=8),)
     in_fp16 = possible_splits(llama, replace(described, compute_dtype=DType.FLOAT16))
@@ -141,13 +133,6 @@ def test_the_split_with_the_fastest_plan_is_taken(llama, described):
     step_s = search(problem(best, HARDWARE, JOB, limit)).time.step_s
     assert all(step_s <= search(problem(d, HARDWARE, JOB, limit)).time.step_s * (1 + 1e-9) for d in fits)
     assert step_s > fastest_without_limit(problem(described, HARDWARE, JOB))
-
-
-def test_slices_of_a_head_are_freed_after_use(llama):
-    split = ModelSplit(operators=True, sliced=(OperatorSplit(fqn="lm_head", slices=2),))
-    units = describe(llama, sequence_length=12, split=split, recomputation=False).units
-    spans = {u.fqn: u.span for u in units if "lm_head" in u.fqn}
-    assert spans == {f"lm_head.slices.{i}": GatherSpan.USE for i in range(2)}
 
 
 def test_splits_that_a_model_cannot_run_are_left_out():

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from hf_osdp.modeling import activations as offloading
-from hf_osdp.modeling.activations import OwnTensors, activations_of, offload
+from hf_osdp.modeling.activations import activations_of, offload
 from hf_osdp.modeling.wrapping import recomputation_of, recompute
-from hf_osdp.tracing.memory_tracker import MemoryTracker
+from tests.helpers.host_tracker import HostTracker
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 from tests.helpers.offloading import WAYS, Way, recompute_and_offload
 
@@ -105,7 +105,7 @@ def test_names_stay_and_each_way_is_told_apart(way):
 
 def device_and_host_bytes(block: nn.Module, x: torch.Tensor) -> tuple[int, int]:
     """Bytes that a block's forward leaves beside its parameters and output: its input and what it saves."""
-    with MemoryTracker(block_bytes=1) as memory, memory.host_copies():
+    with HostTracker(block_bytes=1) as memory, memory.host_copies():
         output = block(x * 1)
         left = memory.current_bytes - output.nbytes
         assert output.requires_grad
@@ -223,52 +223,3 @@ def test_encoder_and_decoder_train_as_the_plain_model(real_model, way):
     for block in (*model.encoder.block, *model.decoder.block):
         way(block)
     assert all_equal(gradients(model, t5_loss), gradients(plain, t5_loss))
-
-
-def test_only_hidden_states_of_decoder_inputs_are_its_own(real_model):
-    model, owned = real_model("T5ForConditionalGeneration"), []
-
-    def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        own = OwnTensors(module, args, kwargs)
-        tensors = offloading.tensors_of((args, kwargs))
-        assert sum(tensor.requires_grad for tensor in tensors) == 3  # position bias and encoder states as well
-        owned.extend(index for index, tensor in enumerate(tensors) if tensor in own)
-
-    model.decoder.block[1].register_forward_pre_hook(look, with_kwargs=True)
-    t5_loss(model)
-    assert owned == [0]
-
-
-class Copied:
-    """The end of a copy that runs until somebody waits for it."""
-
-    def __init__(self, running: list) -> None:
-        self.running = running
-        running.append(self)
-
-    def synchronize(self) -> None:
-        self.running.remove(self)
-
-
-@pytest.mark.parametrize("again", [False, True], ids=["saved", "recomputed"])
-def test_host_memory_is_read_before_another_micro_step_takes_it(again, monkeypatch):
-    """However far the CPU is ahead: copies back that still run hold page-locked memory."""
-    running: list[Copied] = []
-    monkeypatch.setattr(offloading._OffloadedStorage, "wait", lambda self: None)
-    monkeypatch.setattr(offloading._OffloadedStorage, "__del__", lambda self: None)
-    stock = offloading._OffloadedStorage._copy
-
-    def copied(self, to, source):
-        stock(self, to, source)
-        if self.fetched:
-            self.copied = Copied(running)
-
-    monkeypatch.setattr(offloading._OffloadedStorage, "_copy", copied)
-    model = changed(two_layers("gpt2"), recompute_and_offload if again else offload)
-    most = 0
-    for step in range(4):
-        loss = tiny_loss(model, tiny_batch(step))
-        assert not running, "forward has waited for all of the backward before"
-        loss.backward()
-        most = max(most, len(running))
-    assert most

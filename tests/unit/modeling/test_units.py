@@ -10,7 +10,7 @@ from transformers import Gemma3nTextConfig
 
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.modeling.units import canonical_name, find_units
-from hf_osdp.planner.description import DType, GatherSpan
+from hf_osdp.planner.description import GatherSpan
 
 BLOCKS = {
     "GPT2LMHeadModel": {"GPT2Block": 3}, "BertForMaskedLM": {"BertLayer": 2},
@@ -72,25 +72,6 @@ def test_tied_parameters_are_listed_with_all_their_names(meta_model):
     assert "cls.predictions.transform.dense.weight" in [p.name for p in tied.parameters]
 
 
-def test_block_classes_may_be_absent_beside_a_present_one(meta_model):
-    model = meta_model("GPT2LMHeadModel")
-    assert find_units(model, ["GPT2Block", "BertLayer"]) == find_units(model)
-
-
-def test_model_without_repetition_is_one_unit():
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    model.scale = nn.Parameter(torch.tensor(2.0))
-    (root,) = find_units(model)
-    assert (root.fqn, root.numel, root.span, root.parameters[0].shape) == ("", 7, GatherSpan.STEP, ())
-
-
-def test_albert_is_root_and_embedding_unless_its_class_is_named(meta_model):
-    model = meta_model("AlbertForMaskedLM")
-    assert not any("Layer" in unit.class_name for unit in find_units(model))
-    names = [u.fqn for u in find_units(model, ["AlbertLayer"]) if u.class_name == "AlbertLayer"]
-    assert names == ["albert.encoder.albert_layer_groups.0.albert_layers.0"]
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -141,18 +122,3 @@ def test_tie_between_blocks_is_a_unit_for_the_whole_step():
     assert tied.span is GatherSpan.STEP
     assert {p.name for p in tied.parameters} == {"blocks.0.inner.weight", "blocks.0.inner.bias", "blocks.2.outer.bias"}
     assert {p.name for p in units["blocks.2"].parameters} == {"blocks.2.inner.weight", "blocks.2.inner.bias"}
-
-
-def test_tie_within_one_block_stays_in_it():
-    model = Stack()
-    model.blocks[1].outer.weight = model.blocks[1].inner.weight
-    unit = find_units(model)[2]
-    assert unit.fqn == "blocks.1" and unit.span is GatherSpan.USE
-    assert unit.shared == (("blocks.1.inner.weight", "blocks.1.outer.weight"),)
-
-
-def test_dtype_and_trainability_are_recorded():
-    model = Stack().to(torch.bfloat16)
-    model.blocks[0].inner.weight.requires_grad_(False)
-    weight, bias = find_units(model)[1].parameters[:2]
-    assert (weight.dtype, weight.requires_grad, bias.requires_grad) == (DType.BFLOAT16, False, True)

@@ -54,15 +54,15 @@ def terms(g, unit=UNIT, *, world_size=4, job=None, batch=ONCE, **more) -> UnitBy
 
 
 REPLICATED = UnitBytes(
-    parameters=128, optimizer=256, gradients_held=0, gradients_after=128, gradients_settled=0, reduced_after=0,
-    gathered=128,  # FSDP2 copies a replicated unit too
-    gather_buffer=0, cast_buffer=0, unsharded_gradients=128, reduce_input=128, reduce_stage=0, last_gradient=0,
-    reduce_tail=128,
-    reduce_output=0, kept=0, step_scratch=0, host=0,
+    parameters=128, optimizer=256, gradients_held=0, gradients_after=128, gradients_settled=0,
+    unsharded_gradients=128, reduce_copy=128,  # autograd's gradients, and the flat ones
+    reduce_stage=0, managed=False,
 )  # fmt: skip
-SHARDED = replace(
-    REPLICATED, parameters=32, optimizer=64, gradients_after=32, gather_buffer=128,
+SHARDED = UnitBytes(
+    parameters=32, optimizer=64, gradients_held=0, gradients_after=32, gradients_settled=0, gathered=128,
+    gather_buffer=128, unsharded_gradients=128, reduce_input=128, reduce_stage=0,
     last_gradient=32,  # of b: a loop variable of FSDP2's holds it
+    reduce_tail=128,
 )  # fmt: skip
 IN_STAGES = replace(SHARDED, reduce_stage=64, cast_buffer=64)
 """Half of what is reduced or gathered inside a node of two."""
@@ -82,14 +82,27 @@ SOME_TERMS = {
         dict(parameters=64, optimizer=128, gradients_after=64, gathered=128, gather_buffer=128)),
     "kept: nothing is prefetched": (dict(g=4, keep=True), dict(kept=128, prefetched=0, held=32 + 64)),
     "freed: a buffer is": (dict(g=2), dict(kept=0, prefetched=128)),
-    "replicated: nothing to prefetch": (dict(g=1), dict(kept=0, prefetched=0)),
+    "replicated: nothing to gather": (dict(g=1), dict(gathered=0, prefetched=0, copies=0)),
+    # reduced in float32, in which it is stored
+    "replicated in bf16: a copy, and gradients of it": (dict(g=1, job=job_of("bf16")),
+        dict(copies=64, held=128 + 256 + 64, unsharded_gradients=64, reduce_copy=128, gradients_after=128)),
+    "replicated in bf16: later gradients are added": (dict(g=1, job=job_of("bf16"), **ACCUMULATING),
+        dict(copies=64, gradients_held=128, gradients_after=0, unsharded_gradients=64, reduce_copy=64)),
+    "replicated: autograd adds later gradients": (dict(g=1, **ACCUMULATING),
+        dict(gradients_held=128, gradients_after=0, unsharded_gradients=0, reduce_copy=0)),
+    "replicated: stored in bf16": (dict(g=1, unit=IN_BF16, job=job_of("bf16")),
+        dict(copies=0, unsharded_gradients=64, reduce_copy=64, gradients_after=64)),
+    "replicated: frozen parameters are copied": (dict(g=1, unit=FROZEN, job=job_of("bf16")),
+        dict(copies=64, unsharded_gradients=16, reduce_copy=32)),
+    "replicated root: reduced at the end": (dict(g=1, unit=ROOT), dict(at_end=True, managed=False)),
+    "replicated embedding: reduced in its backward": (dict(g=1, unit=replace(UNIT, ends_late=True)),
+        dict(at_end=False)),
     # 3 rows of 3 on rank 0; 12 rows gathered; autograd sees 10
     "rows that do not divide are padded": (
         dict(g=4, unit=TEN_ROWS),
         dict(parameters=36, optimizer=72, gradients_after=36, gathered=144, gather_buffer=144, reduce_input=144,
             unsharded_gradients=120),
     ),
-    "reduce buffer padded to 1": (dict(g=1, unit=TEN_ROWS), dict(reduce_tail=120, reduce_input=120)),
     "reduce buffer padded to 2": (dict(g=2, unit=TEN_ROWS), dict(reduce_tail=120, reduce_input=120)),
     "reduce buffer padded to 4": (dict(g=4, unit=TEN_ROWS), dict(reduce_tail=144, reduce_input=144)),
     "fewer rows than ranks: one on rank 0": (dict(g=4, unit=unit_of(parameter("w", 2, 5))), dict(parameters=20)),
@@ -107,8 +120,6 @@ SOME_TERMS = {
         dict(parameters=32, optimizer=64, gradients_after=32, gathered=64, gather_buffer=64, unsharded_gradients=64,
             cast_buffer=0, reduce_input=128, reduce_tail=128, reduce_output=0),
     ),
-    # w and what it is cast from, before b is there
-    "bf16 replicas are cast one by one": (dict(g=1, job=job_of("bf16")), dict(cast_buffer=48 + 48 - 64)),
     # reduced in float32, made in bfloat16
     "bf16 in stages": (dict(g=4, stage_size=2, world_size=8, job=job_of("bf16")),
         dict(reduce_stage=64, last_gradient=16, reduce_work=80)),
@@ -168,9 +179,9 @@ def test_unit_bytes_equal_terms_by_hand(asked, wanted):
 @pytest.mark.parametrize("hold", [False, True])
 def test_unit_bytes_of_one_process_accumulate_in_place(hold):
     alone = terms(g=1, world_size=1, hold=hold, batch=THRICE)
-    none = "gathered gather_buffer cast_buffer reduce_input reduce_tail reduce_output gradients_after"
-    nothing = dict.fromkeys((*none.split(), "gradients_settled"), 0)
-    assert alone == replace(alone, gradients_held=128, **nothing)
+    accumulated = dict(gradients_held=128, gradients_after=0, unsharded_gradients=0, reduce_copy=0)
+    assert alone == replace(REPLICATED, **accumulated)
+    assert terms(g=1, world_size=1) == replace(REPLICATED, reduce_copy=0)
 
 
 @pytest.mark.parametrize(("g", "pinned"), [(1, 128 + 32), (2, 64 + 16), (4, 32 + 8)])
@@ -178,7 +189,7 @@ def test_unit_bytes_on_host_leave_the_device_whole(g, pinned):
     here, there = terms(g), terms(g, on_host=True)
     assert (there.held, there.gradients_after) == (0, 0)
     assert (here.host, there.host) == (0, 2 * pinned + here.optimizer), "parameters and gradients in powers of two"
-    assert all(getattr(there, n) == getattr(here, n) for n in ("gathered", "gather_buffer", "reduce_input"))
+    assert (there.gathered, there.gather_buffer, there.reduce_input) == (128, 128 if g > 1 else 0, 128)
     assert there.reduce_output == 128 // g, "what is reduced cannot become the gradient where it lies"
     assert terms(g, on_host=True, job=job_of(step=OptimizerStep.FOREACH)).step_scratch == 0, "the host takes the step"
 
@@ -195,18 +206,17 @@ def test_stacks_are_sharded_along_the_dimension_with_little_padding(shape, ranks
 
 def test_scalars_stay_whole_and_shared_gradients_are_merged():
     assert parameter("scale").sharded_numel(4) == 1
-    shared, called = replace(UNIT, shared=(("w", "head.w"),)), replace(UNIT, span=GatherSpan.CALLS)
-    asked = ((shared, "no"), (shared, "bf16"), (UNIT, "no"), (called, "no"))
-    assert [merged_gradients(unit, job_of(precision)) for unit, precision in asked] == [96, 48, 0, 128]
+    shared = replace(UNIT, shared=(("w", "head.w"),))
+    asked = ((shared, "no"), (shared, "bf16"), (UNIT, "no"))
+    assert [merged_gradients(unit, job_of(precision)) for unit, precision in asked] == [96, 48, 0]
 
 
 @pytest.mark.parametrize(("span", "fixed", "wanted"), [
     (GatherSpan.STEP, None, [(1, False), (4, False)]), (GatherSpan.STEP, True, [(1, False), (4, False)]),
-    (GatherSpan.CALLS, None, [(1, True), (4, True)]),
-    (GatherSpan.USE, None, [(1, True), (1, False), (4, True), (4, False)]),
+    (GatherSpan.USE, None, [(1, False), (4, True), (4, False)]),
     (GatherSpan.USE, False, [(1, False), (4, False)]),
 ])  # fmt: skip
-def test_layouts_keep_what_stays_gathered_free_repeated_calls(span, fixed, wanted):
+def test_layouts_keep_what_stays_gathered(span, fixed, wanted):
     found = layouts_for(span, (1, 4), reshard_after_forward=fixed)
     assert [(c.shard_size, c.reshard_after_forward) for c in found] == wanted
 
@@ -227,6 +237,8 @@ def seconds(g, unit=UNIT, *, keep=False, job=None, hardware=None, **more) -> Uni
 
 COPY = 2 * 128 / 1e6
 OVERHEAD = FsdpOverhead(
+    copy=WorkTime(call_s=3.0, tensor_s=0.3, seconds_per_byte=0.004),
+    flatten=WorkTime(call_s=4.0, tensor_s=0.4, seconds_per_byte=0.005),
     gather=WorkTime(call_s=1.0, tensor_s=0.1, seconds_per_byte=0.001),
     reduce=WorkTime(call_s=2.0, tensor_s=0.2, seconds_per_byte=0.002),
     updates={OptimizerStep.FUSED: WorkTime(tensor_s=0.3, seconds_per_byte=0.003),
@@ -238,8 +250,11 @@ GATHER_S, REDUCE_S = 1 + 0.2 + 0.160, 2 + 0.4 + 0.256
 TIMES = {
     # parameter and two states both ways, the gradient read
     "sharded": (dict(g=4), dict(all_reduce=0, copy_forward=COPY, copy_backward=2 * COPY, optimizer=7 * 32 / 1e6)),
-    "replicated": (dict(g=1),
-        dict(gather_forward=0, gather_backward=0, reduce_scatter=0, copy_backward=3 * COPY, optimizer=7 * 128 / 1e6)),
+    # gradients are copied once
+    "replicated": (dict(g=1), dict(gather_forward=0, gather_backward=0, reduce_scatter=0, copy_forward=0,
+        copy_backward=COPY, optimizer=7 * 128 / 1e6)),
+    "replicated in bf16: copies are written, gradients cast": (dict(g=1, job=job_of("bf16")),
+        dict(copy_forward=(128 + 64) / 1e6, copy_backward=(64 + 128) / 1e6)),
     "a stack along another dimension is copied once more": (dict(g=4, unit=STACK),
         dict(copy_forward=2 * (224 + 192) / 1e6, copy_backward=4 * (224 + 192) / 1e6)),
     "kept: no second gather, nor its copy": (dict(g=4, keep=True),
@@ -249,9 +264,10 @@ TIMES = {
     "measured": (dict(g=4, hardware=MEASURED),
         dict(copy_forward=GATHER_S, copy_backward=GATHER_S + REDUCE_S, optimizer=0.6 + 0.003 * 32)),
     "measured, kept": (dict(g=4, keep=True, hardware=MEASURED), dict(copy_backward=REDUCE_S)),
-    # gradients are copied twice
     "measured, replicated": (dict(g=1, hardware=MEASURED),
-        dict(copy_forward=1.328, copy_backward=1.328 + 2 + 0.4 + 2 * 0.256)),
+        dict(copy_forward=0, copy_backward=4 + 2 * 0.4 + 256 * 0.005)),
+    "measured, replicated in bf16": (dict(g=1, hardware=MEASURED, job=job_of("bf16")),
+        dict(copy_forward=3 + 2 * 0.3 + 192 * 0.004, copy_backward=4 + 2 * 0.4 + 192 * 0.005)),
     "measured, a loop": (dict(g=4, hardware=MEASURED, job=job_of(step=OptimizerStep.FOR_LOOP)), dict(optimizer=1.0)),
     "measured, SGD": (dict(g=4, hardware=MEASURED, job=job_of(states=0, step=OptimizerStep.FOREACH)),
         dict(optimizer=0.8 * 3 / 7)),
@@ -302,8 +318,10 @@ def test_clipping_reads_gradients_twice_and_writes_them_once(backend, dispatched
 
 @pytest.mark.parametrize(("g", "brought"), [(4, "gather_forward"), (1, "copy_forward")])
 def test_unit_seconds_bring_shards_from_host_and_take_gradients_there(g, brought):
-    """Replicas come on the stream of compute, where they are copied."""
+    """Whole parameters come on the stream of compute, where they are copied, as are their gradients twice."""
     here, there = (seconds(g, hardware=machine(host=HOST), on_host=way) for way in (False, True))
+    if g == 1:
+        here = replace(here, copy_forward=COPY, copy_backward=3 * COPY)
     added = {name: getattr(there, name) - getattr(here, name) for name in UnitSeconds.__slots__}
     transfer = dict.fromkeys((brought, brought.replace("forward", "backward")), 128 // g / 1e4)
     moved = {"reduce_scatter": 128 // g / 2e4, "optimizer": 7 * 128 // g / 5e3 - here.optimizer}

@@ -14,7 +14,6 @@ from hf_osdp.planner.hardware import (
     Collective,
     CollectiveTiming,
     Link,
-    WorkTime,
 )
 from hf_osdp.planner.presets import COMMUNICATOR_BYTES, CONTEXT_BYTES, preset, preset_names
 
@@ -88,25 +87,6 @@ def test_scaled_to_a_link_that_was_never_measured_is_refused():
     assert replace(preset("a100-40", devices_per_node=4), inter_node=link).scaled(devices_per_node=8).world_size == 8
 
 
-def test_devices_of_a_node_share_its_host():
-    whole, eighth = preset("a100-40").host, preset("a100-40", nodes=2, devices_per_node=8).host
-    assert whole.memory_bytes == 10**12 and eighth.memory_bytes == whole.memory_bytes // 8
-    assert eighth.update_bytes_per_s == whole.update_bytes_per_s / 8 == 51.2e9
-    assert eighth.to_device_bytes_per_s == whole.to_device_bytes_per_s == 26.3e9, "each has its own link"
-    assert preset("a100-40", devices_per_node=8).scaled(devices_per_node=1).host == whole
-
-
-def test_rates_are_frozen_and_no_tensors_take_no_time():
-    rates = {DType.FLOAT32: 1.0}
-    device = replace(preset("cpu").device, flops_per_s=rates)
-    rates[DType.FLOAT32] = 2.0
-    assert device.rate(DType.FLOAT32) == 1.0
-    with pytest.raises(TypeError):
-        device.flops_per_s[DType.FLOAT32] = 3.0
-    work = WorkTime(call_s=1.0, tensor_s=0.5, seconds_per_byte=0.25)
-    assert (work(0, 0), work(2, 8)) == (0.0, 4.0)
-
-
 @pytest.mark.parametrize(
     ("margin", "share", "free"), [(None, CACHING_MARGIN, CACHING_BYTES), (0.0, 0.0, 0), (0.25, 0.25, 0)]
 )
@@ -119,3 +99,11 @@ def test_margin_is_what_a_plan_may_not_fill(margin, share, free):
     for needed in (1, 7, 96, 10**9 + 1, 2**59):
         limit = hardware.limit_for(needed)
         assert hardware.room_bytes(limit) >= needed > hardware.room_bytes(limit - 1)
+
+
+def test_devices_of_a_node_share_its_host():
+    whole, eighth = preset("a100-40").host, preset("a100-40", nodes=2, devices_per_node=8).host
+    assert whole.memory_bytes == 10**12 and eighth.memory_bytes == whole.memory_bytes // 8
+    assert eighth.update_bytes_per_s == whole.update_bytes_per_s / 8 == 51.2e9
+    assert eighth.to_device_bytes_per_s == whole.to_device_bytes_per_s == 26.3e9, "each has its own link"
+    assert preset("a100-40", devices_per_node=8).scaled(devices_per_node=1).host == whole

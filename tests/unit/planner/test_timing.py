@@ -11,6 +11,7 @@ from hf_osdp.planner.cost.timing import (
     UnitTimer,
     Windows,
     estimate_time,
+    host_transfers,
     phase_affine,
     unit_time,
     unit_work,
@@ -18,7 +19,7 @@ from hf_osdp.planner.cost.timing import (
 from hf_osdp.planner.cost.units import UnitSeconds
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, PhaseCost, Segment
-from hf_osdp.planner.hardware import Backend, FsdpOverhead, Hardware
+from hf_osdp.planner.hardware import DDP_OPERATORS, Backend, FsdpOverhead, Hardware
 from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.training_job import OptimizerStep, Precision, TrainingJob
 from tests.helpers.descriptions import transformer, ways
@@ -55,8 +56,6 @@ EXPOSED = {
     "a transfer in each micro-step": (dict(transfer=TRANSFER, batch=FIVE, forward=7.0, backward=13.0),
         5 * (4 + 6 - 7) + (5 + 4 + 3 + 2 - 13)),
     "an awaited transfer in each": (dict(transfer=AWAITED, batch=FIVE, forward=100.0, backward=100.0), 5 * 5),
-    "calls after the first: gathered, not reduced": (dict(forward=4.0, backward=9.0, later=(Windows(forward=1.0),)),
-        3 + 4),
 }  # fmt: skip
 
 
@@ -66,12 +65,12 @@ def test_unit_time_exposes_what_no_window_hides(asked, exposed_s):
     batch, layout, transfer = (given.pop(name) for name in ("batch", "layout", "transfer"))
     windows = Windows(**given)
     time = unit_time(TERMS, layout, windows, 1.0, batch, transfer)
-    steps, calls = batch.accumulation_steps, 1 + len(windows.later)
-    on_the_way = steps * (calls * (4 + 4) + transfer.out + transfer.back_beside + transfer.back_before)
+    steps = batch.accumulation_steps
+    on_the_way = steps * (4 + 4 + transfer.out + transfer.back_beside + transfer.back_before)
     assert time.exposed_s == exposed_s
     assert time.communication_s == on_the_way + (1 if layout is HOLDING else steps) * 3 + 2
     assert (time.compute_s, time.optimizer_s) == (steps, 0.25)
-    assert time.copy_s == steps * (1.25 + (calls - 1) * 2 * 0.5 + transfer.traffic)
+    assert time.copy_s == steps * (1.25 + transfer.traffic)
     assert time.total_s == time.compute_s + time.exposed_s + time.copy_s + time.optimizer_s
 
 
@@ -136,7 +135,9 @@ def test_phase_counts_attention_rate_and_bytes_of_products():
 
 
 def test_gpu_waits_for_fsdp2_and_optimizer_on_slow_cpu():
-    """Gathers and reductions of each micro-step, and a step of the optimizer; less where units are not freed."""
+    """Gathers and reductions of each micro-step, and a step of the optimizer; less where units are not freed; copies
+    and gradients of replicas.
+    """
     description, queueing = transformer(), FsdpOverhead.issued(1.0)
     slow, layouts = hardware(operator_s=1.0), everywhere(description, 4)
 
@@ -155,13 +156,26 @@ def test_gpu_waits_for_fsdp2_and_optimizer_on_slow_cpu():
     held = [replace(layout, reduce_every_micro_step=False) for layout in kept]
     assert queued_s(held, FIVE) == pytest.approx(5 * gathers + reduces + update, rel=1e-3)
 
-    def alone_s(**precision: object) -> float:
-        job = replace(JOB, precision=replace(Precision.named("bf16"), **precision))
-        one = replace(slow, devices_per_node=1)
-        return estimate_time(description, everywhere(description, 1, keep=True), one, job, ONCE).total("compute_s")
+    flattens = sum(queueing.flatten(len(unit.trainable), 0) for unit in units)
+    copies = sum(queueing.copy(len(unit.parameters), 0) for unit in units)
+    replicas, lower = everywhere(description, 1), replace(JOB, precision=Precision.named("bf16"))
+    assert queued_s(replicas, FIVE) == pytest.approx(5 * flattens + update, rel=1e-3), "nothing to copy"
+    assert queued_s(replicas, FIVE, lower) == pytest.approx(5 * (copies + flattens) + update, rel=1e-3)
+    mixed = [*replicas[:2], *layouts[2:]]
+    assert queued_s(replicas, FIVE) < queued_s(mixed, FIVE) < queued_s(layouts, FIVE)
 
-    assert alone_s() == pytest.approx(gathers + reduces + update, rel=1e-3), "one rank that casts runs FSDP2"
-    assert alone_s(autocast=True) < 1, "autocast runs without FSDP2"
+    time, gpu = (estimate_time(description, replicas, machine, lower, FIVE) for machine in (slow, hardware()))
+    assert time.total("waits_s") == pytest.approx(time.total("compute_s") - gpu.total("compute_s"))
+    assert gpu.total("waits_s") == 0
+    ddp = slow.running(DDP_OPERATORS)
+    stock, tensors = ddp.queueing, sum(len(unit.parameters) for unit in units)
+    ddp_s = estimate_time(description, replicas, ddp, lower, FIVE).total("compute_s")
+    each_s = 5 * (stock.copy.tensor_s + stock.flatten.tensor_s)  # DDP under autocast casts each weight by itself
+    assert ddp_s == pytest.approx(each_s * tensors + stock.updates[OptimizerStep.FUSED](tensors, 0), rel=1e-3)
+
+    one, job = replace(slow, devices_per_node=1), replace(JOB, precision=Precision.named("bf16", autocast=True))
+    alone_s = estimate_time(description, replicas, one, job, ONCE).total("compute_s")
+    assert alone_s < 1, "autocast takes operators alone"
 
 
 def test_rate_of_unknown_dtype_is_refused_with_the_known():
@@ -216,6 +230,29 @@ def test_recompute_adds_forward_and_window_to_its_unit_alone():
     assert [w.forward for w in long] == [w.forward for w in short]
     longer = [w.backward + more for w, more in zip(short[2:], forward, strict=True)]
     assert [w.backward for w in long[2:]] == pytest.approx(longer)
+
+
+def test_host_transfers_take_the_own_bytes_over_the_link():
+    sizes = {"own_saved_bytes": Affine(per_sample=8e6), "sent_bytes": Affine(per_sample=8e6)}
+    again = {name: Affine(per_sample=2e6) for name in sizes}
+    blocks = transformer()
+    segments = (
+        replace(s, **sizes, recomputed=ways(replace(s, **again))) if s.unit > 1 else s for s in blocks.segments
+    )
+    description = replace(blocks, segments=tuple(segments))
+    host = host_of(10**12, to_device=2e9, to_host=1e9, update=1e9)
+    machine = replace(hardware(), host=host)
+    rate = machine.device.memory_bytes_per_s
+    save, recompute, offload, recompute_offload = Activations.BASIC
+    wanted = dict.fromkeys((save, recompute), HostTransfer())
+    wanted[offload] = HostTransfer(out=24e-3, back_beside=12e-3, traffic=2 * 24e6 / rate)
+    wanted[recompute_offload] = HostTransfer(out=6e-3, back_before=3e-3, traffic=2 * 6e6 / rate)
+    for activations, transfer in wanted.items():
+        transfers = host_transfers(description, machine, 3, activations)
+        assert {transfers[index] for index in description.recomputable} == {transfer}
+        assert transfers[0].out == transfers[0].back_beside == 0.0, "the root's stay"
+    with pytest.raises(HardwareError, match=r"host of .* is not known"):
+        host_transfers(description, hardware(), 3, offload)
 
 
 def test_timer_gives_each_unit_the_time_of_its_own_choice():

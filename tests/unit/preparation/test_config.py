@@ -10,7 +10,6 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.training_job import EXACT
 from hf_osdp.planner.wire import WireFormat
@@ -18,9 +17,9 @@ from hf_osdp.preparation.config import GROUPS, OSDPConfig, merged_config, option
 
 
 def test_defaults_leave_all_to_the_planner_and_texts_are_read():
-    on = ("compare", "operator_splitting", "time_blocks", "report", "resume_after_restart", "save_on_sigterm")
-    off = ("compile", "recalibrate", "async_save")
-    others = {"strategy": "osdp", "on_oom": "raise", "communication": "exact", "simplicity": 0.01}
+    on = ("operator_splitting", "time_blocks", "report", "resume_after_restart", "save_on_sigterm")
+    off = ("compare", "compile", "async_save")
+    others = {"strategy": "osdp", "on_oom": "raise", "communication": "exact", "simplicity": 0.001}
     stated = {**dict.fromkeys(on, True), **dict.fromkeys(off, False), **others}
     assert {name: value for name, value in dataclasses.asdict(OSDPConfig()).items() if value is not None} == stated
     assert OSDPConfig().memory_limit_bytes is None and OSDPConfig(memory_limit="8GiB").memory_limit_bytes == 8 * 2**30
@@ -31,36 +30,12 @@ def test_defaults_leave_all_to_the_planner_and_texts_are_read():
 
 @pytest.mark.parametrize("strategy", [strategy.value for strategy in Strategy])
 def test_from_options_accepts_strategies_and_switch_of_accelerate_file(strategy):
-    given = OSDPConfig.from_options({"osdp": True, "strategy": strategy, "compile": "auto"})
-    assert given == OSDPConfig(strategy=strategy, compile="auto")
-
-
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
-        ({"micro_batch_size": True}, ("micro_batch_size=True", "whole number")),
-        ({"reduce_every_micro_step": "yes"}, ("reduce_every_micro_step='yes'", "true or false")),
-        ({"recompute": 1}, ("recompute=1 must be true or false",)),
-        ({"profile": 3}, ("profile=3 is of type int",)),
-        ({"inputs": "batch.py"}, ("inputs='batch.py' is of type str; use a function", "OSDPConfig(inputs=...) in")),
-        ({"nodes": 2, "hardware": preset("h100")}, ("nodes=2", "leave nodes out")),
-        ({"profile": "p.json", "nodes": 2}, ("nodes=2 would have no effect",)),
-        (
-            {"split_vocabulary": True, "strategy": "fsdp"},
-            ("split_vocabulary=True has no effect with strategy='fsdp'",),
-        ),
-        ({"osdp": False}, ("osdp: False", "use osdp: true or leave it out")),
-    ],
-)
-def test_bad_options_give_value_limit_and_remedy_in_one_line(options, parts):
-    """Beside those of docs/bad_inputs.md, each of which tests/faults gives."""
-    with pytest.raises(ValueError) as caught:
-        OSDPConfig.from_options(options)
-    assert all(part in str(caught.value) for part in parts) and "\n" not in str(caught.value)
+    given = OSDPConfig.from_options({"osdp": True, "strategy": strategy, "compile": True})
+    assert given == OSDPConfig(strategy=strategy, compile=True)
 
 
 @pytest.mark.parametrize("options", [
-    {"strategy": "ddp"}, {"hardware": "h100"}, {"profile": "p.json"}, {"nodes": 7}, {"recalibrate": True},
+    {"strategy": "ddp"}, {"hardware": "h100"}, {"profile": "p.json"}, {"nodes": 7},
     {"on_oom": "replan"}, {"memory_margin": 0.1}, {"simplicity": 0.02}, {"recompute": False},
     {"host_offload": False}, {"split_vocabulary": False}, {"operator_splitting": False},
 ])  # fmt: skip
@@ -81,24 +56,19 @@ def test_types_and_texts_of_options_are_complete():
     assert all("`" not in text and text.endswith(".") for text in texts.values()), texts
 
 
-FILE = {"strategy": "ddp", "memory_limit": "1GiB", "compare": False}
+FILE = {"strategy": "ddp", "memory_limit": "1GiB", "report": False}
 
 
 @pytest.mark.parametrize(
     ("nearer", "want"),
     [
-        ((None,), OSDPConfig(strategy="ddp", memory_limit="1GiB", compare=False)),
-        ((OSDPConfig(memory_limit="2GiB"),), OSDPConfig(strategy="ddp", memory_limit="2GiB", compare=False)),
-        (({"memory_limit": "2GiB"},), OSDPConfig(strategy="ddp", memory_limit="2GiB", compare=False)),
-        (({"strategy": "osdp", "compare": True},), OSDPConfig(memory_limit="1GiB")),
-        (({}, {"strategy": "fsdp"}), OSDPConfig(strategy="fsdp", memory_limit="1GiB", compare=False)),
-        ((OSDPConfig(inputs=dict),), OSDPConfig(inputs=dict, strategy="ddp", memory_limit="1GiB", compare=False)),
+        ((None,), OSDPConfig(strategy="ddp", memory_limit="1GiB", report=False)),
+        ((OSDPConfig(memory_limit="2GiB"),), OSDPConfig(strategy="ddp", memory_limit="2GiB", report=False)),
+        (({"memory_limit": "2GiB"},), OSDPConfig(strategy="ddp", memory_limit="2GiB", report=False)),
+        (({"strategy": "osdp", "report": True},), OSDPConfig(memory_limit="1GiB")),
+        (({}, {"strategy": "fsdp"}), OSDPConfig(strategy="fsdp", memory_limit="1GiB", report=False)),
+        ((OSDPConfig(inputs=dict),), OSDPConfig(inputs=dict, strategy="ddp", memory_limit="1GiB", report=False)),
     ],
 )
 def test_merged_config_prefers_what_the_nearer_place_states(nearer, want):
     assert merged_config(*nearer, FILE) == want
-
-
-def test_merged_config_refuses_options_that_exclude_each_other():
-    with pytest.raises(ValueError, match="strategy='ddp' would have no effect"):
-        merged_config(OSDPConfig(plan="p.json"), FILE)

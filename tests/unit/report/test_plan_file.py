@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.planner.affine import Affine
-from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.hardware import Collective, CollectiveTiming
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
@@ -31,10 +30,9 @@ INPUTS = PlanInputs(description=MODEL, job=JOB, hardware=HARDWARE)
 
 
 def report(*, hardware=HARDWARE, compared: bool = False) -> dict:
-    estimate = estimate_plan(PLAN, MODEL, JOB, hardware)
     comparison = list(compare_strategies(problem(MODEL, HARDWARE, JOB, LIMIT))) if compared else None
     inputs = replace(INPUTS, hardware=hardware)
-    return report_content(PLAN, inputs, estimate, planning_s=0.125, comparison=comparison)
+    return report_content(PLAN, inputs, planning_s=0.125, comparison=comparison)
 
 
 @pytest.mark.parametrize("hardware", [HARDWARE, None], ids=["hardware", "none"])
@@ -58,13 +56,9 @@ def test_report_gives_estimate_and_strategies_in_parts():
     assert content["plan"]["peak_bytes"] == estimated["peak_bytes"] == peak_bytes <= LIMIT
     parts = sum(terms[name] for name in ("compute_s", "exposed_s", "copy_s", "optimizer_s"))
     assert parts == pytest.approx(estimated["step_s"])
-    hardware = content["hardware"]
-    assert hardware["source"] == HARDWARE.device.source
-    rates = {"group_size": 4, "latency_s": 1e-3, "seconds_per_byte": 1e-9, "crosses_nodes": False}
-    assert hardware["collectives"] == [{"collective": "all_reduce", **rates}]
-    assert hardware["flops_per_s"]["float32"] == HARDWARE.device.flops_per_s["float32"]
+    hardware, rates = content["hardware"], {"group_size": 4, "latency_s": 1e-3, "seconds_per_byte": 1e-9}
+    assert hardware["collectives"] == [{"collective": "all_reduce", **rates, "crosses_nodes": False}]
     assert set(content["versions"]) == {"python", "hf_osdp", "torch", "accelerate", "transformers"}
-    assert content["versions"]["torch"][0].isdigit() and content["date"].endswith("+00:00")
     rows = report(compared=True)["strategies"]
     assert [row["strategy"] for row in rows] == ["osdp", "fsdp", "ddp", "zero2", "hsdp"]
     without = [row for row in rows if "reason" in row]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_osdp.sharding import gradients as clip
 from hf_osdp.sharding.gradients import clip_grad_norm_, total_norm
@@ -137,3 +139,29 @@ def test_total_norm_takes_empty_shards_and_makes_no_graph(norm_type):
     grad = torch.ones(2, requires_grad=True)
     assert not total_norm([grad], norm_type).requires_grad
     assert clipped([grad], 0.5)[0] == pytest.approx(math.sqrt(2))  # in place, on a leaf
+
+
+def test_clip_takes_one_operator_for_each_layout_and_dtype():
+    grads = [grad for _ in range(5) for grad in of_rank(0, 2, whole_gradients())]  # sharded over 2, 2 of 4, or whole
+    grads += [torch.full((3,), 2.0, dtype=torch.bfloat16) for _ in range(5)]
+    squares = sum(clip.local(grad).double().square().sum().item() * clip.shard_size(grad) for grad in grads)
+    with CountedOperators() as counted:
+        norm, after = clipped(grads, 1.0)
+    assert counted["aten::_foreach_norm"] == counted["aten::_foreach_mul_"] == 3
+    assert norm == pytest.approx(math.sqrt(squares)), "one process: nothing is held twice"
+    assert after[-1].dtype is torch.bfloat16 and after[-1].tolist() == pytest.approx([2 / norm] * 3, rel=1e-2)
+
+
+class CountedOperators(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __getitem__(self, name: str) -> int:
+        return self.counts[name]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.name().partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))

@@ -97,15 +97,6 @@ def test_fused_kernels_save_row_sums_and_bias_as_laid_out(capability, masked, ro
     assert found == 4 * 2 * 4 * 40 * 16 * 2 + 2 * 4 * rows * 4 + 2 * 40 * bias * 2
 
 
-def test_flash_pads_heads_that_are_no_multiple_of_eight():
-    tensors = [torch.randn(2, 4, 40, 12, dtype=BF16, requires_grad=True) for _ in range(3)]
-    with CudaKernels(A100):
-        output = F.scaled_dot_product_attention(*tensors)
-    assert output.shape == tensors[0].shape
-    output.sum().backward()
-    assert tensors[1].grad.shape == tensors[1].shape
-
-
 def of_block(configuration, name: str, length: int, **options):
     """Bytes that a block saves a sample, and how it was traced."""
     options = {"device_type": "cuda", "recomputation": False, **options}
@@ -127,24 +118,6 @@ def test_grouped_heads_in_float32_save_square_scores_and_say_so(configuration, c
     short, long = (of_block(configuration, "LlamaForCausalLM", length, **low)[0] for length in (32, 64))
     assert long == pytest.approx(2 * short, rel=0.01)
     assert not caplog.records
-
-
-def test_description_names_the_kernel_of_device_and_mask(configuration):
-    def batch(samples: int, **more) -> dict:
-        return {name: torch.zeros(samples, 32, dtype=torch.long) for name in ("input_ids", "labels")} | more
-
-    def padded(samples: int) -> dict:
-        return batch(samples, attention_mask=(torch.arange(32) < 20).long().expand(samples, -1))
-
-    for name, capability, inputs, expected in (
-        ("LlamaForCausalLM", H100, batch, "cuDNN"),
-        ("LlamaForCausalLM", V100, batch, "math"),
-        ("BertForMaskedLM", A100, batch, "flash"),
-        ("BertForMaskedLM", A100, padded, "memory-efficient"),
-    ):
-        options = {"compute_dtype": DType.BFLOAT16, "capability": capability, "inputs": inputs}
-        _, trace = of_block(configuration, name, 32, **options)
-        assert f"attention sdpa by {expected} kernel" in trace and "assumed" not in trace
 
 
 def test_operators_in_float32_are_those_of_cudas_autocast():

@@ -2,26 +2,22 @@
 
 import copy
 import functools
-import sys
 import types
 
 import pytest
 import torch
-from torch import library, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from transformers import LlamaConfig
 
-from hf_osdp.errors import DescriptionError, DescriptionTimeoutError
+from hf_osdp.errors import DescriptionError
 from hf_osdp.modeling.batch import training_batch
-from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.modeling.units import find_units
-from hf_osdp.planner.description import DType, GatherSpan
+from hf_osdp.planner.description import GatherSpan
 from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.fake_model import fake_copy
 from hf_osdp.tracing.options import DescribeOptions
 from hf_osdp.tracing.trace import trace_segments
 from hf_osdp.tracing.tracer import TraceOptions
-from tests.helpers.models import tiny_model
 from tests.helpers.sampling import slow_but
 
 DEFAULT_CLASS = [
@@ -33,14 +29,6 @@ TRACED = [
     "DistilBertForMaskedLM",
 ]  # fmt: skip
 TRACED_AS_CUDA = ["GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration", "MixtralForCausalLM"]
-
-
-def test_class_is_found_from_the_configuration(configuration):
-    for name in DEFAULT_CLASS:
-        assert type(build_on_meta(configuration(name))).__name__ == name
-    config = configuration("BertForMaskedLM", architectures=["BertForTokenClassification"])
-    assert type(build_on_meta(config)).__name__ == "BertForTokenClassification"
-    assert type(build_on_meta(config, "BertForMaskedLM")).__name__ == "BertForMaskedLM"
 
 
 @pytest.mark.parametrize(
@@ -71,28 +59,6 @@ def test_model_and_its_configuration_give_one_description(configuration, real_mo
     assert order == ["model.embed_tokens", "", "model.layers.0", "model.layers.1", "", "lm_head", ""]
 
 
-def test_facts_of_a_description(configuration):
-    config = configuration("BertForMaskedLM")
-    description = describe(config, sequence_length=16, compute_dtype=DType.BFLOAT16, recomputation=False)
-    facts = (description.model_class, description.compute_dtype, description.block_classes)
-    assert facts == ("BertForMaskedLM", DType.BFLOAT16, ("BertLayer",))
-    assert {p.dtype for u in description.units for p in u.parameters} == {DType.FLOAT32}
-    assert description.input_bytes(3) == 3 * 3 * 16 * 8  # ids, mask and labels in int64
-    assert description.buffer_bytes == 2 * 512 * 8  # position and token type ids
-
-
-def test_rotary_positions_beyond_the_configurations_are_named_once(caplog):
-    model = build_on_meta(LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
-                                      num_key_value_heads=1, vocab_size=11, max_position_embeddings=4))  # fmt: skip
-    for _ in range(2):
-        describe(model, sequence_length=5, recomputation=False)
-    said = [r.getMessage() for r in caplog.records if "beyond the positions" in r.getMessage()]
-    assert said == [
-        "sequence_length=5 is beyond the positions of LlamaForCausalLM (max_position_embeddings=4): rotary positions"
-        " run beyond them, but the model was not made for them; shorten the sequence, or set rope scaling."
-    ]
-
-
 POSITIONS = [("GPT2LMHeadModel", 64), ("BertForMaskedLM", 512), ("RobertaForMaskedLM", 64)]
 
 
@@ -102,17 +68,6 @@ def test_describe_refuses_more_tokens_than_positions(configuration, name, limit)
     with pytest.raises(ValueError, match=message):
         describe(configuration(name), sequence_length=limit + 1)
     describe(configuration(name), sequence_length=limit, recomputation=False)
-
-
-@pytest.mark.parametrize(("error", "message", "options"), [
-    (ValueError, "sequence_length=0 must be at least 1", {"sequence_length": 0}),
-    (DescriptionTimeoutError, "takes more than 0 s of CPU time at sequence_length=8", {"seconds": 0.01}),
-    (ValueError, "device_type='tpu' is not known; use cpu or cuda", {"device_type": "tpu"}),
-    (DescriptionError, "transformers has no class 'AutoModelForNo'", {"auto_class": "AutoModelForNo"}),
-])  # fmt: skip
-def test_describe_refuses_bad_arguments(configuration, error, message, options):
-    with pytest.raises(error, match=message):
-        describe(configuration("GPT2LMHeadModel"), **{"sequence_length": 8, **options})
 
 
 class Plain(nn.Module):
@@ -136,37 +91,6 @@ def test_plain_module_is_traced_with_inputs_that_it_takes():
     assert [s.unit for s in description.segments] == [1, 2, 3, 0]
     assert description.segments[1].saved_bytes(5) == 2 * 5 * 8 * 4  # the product and its GELU
     assert description.input_bytes(5) == 2 * 5 * 8 * 4
-
-
-@pytest.mark.parametrize(("name", "traces"), [("plain", 1), ("gpt2", 3)])
-def test_failing_model_without_blocks_is_traced_once(monkeypatch, name, traces):
-    tried = []
-
-    def fail(*args: object) -> None:
-        tried.append(args)
-        raise RuntimeError("does not run")
-
-    monkeypatch.setattr(sys.modules[describe.__module__], "trace_segments", fail)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) if name == "plain" else tiny_model("gpt2")
-    batch = {"inputs": lambda samples: {"input": torch.zeros(samples, 4)}} if name == "plain" else {}
-    with pytest.raises(DescriptionError, match="does not run"):
-        describe(model, sequence_length=4, device_type="cuda", **batch)
-    assert len(tried) == traces
-
-
-@library.custom_op("hf_osdp_tests::opaque", mutates_args=())
-def opaque(hidden: torch.Tensor) -> torch.Tensor:
-    """Do what no fake kernel tells."""
-    return hidden.clone()
-
-
-def test_describe_names_what_failed_and_where(real_model):
-    model = real_model("LlamaForCausalLM")
-    model.model.layers[1].mlp.forward = lambda hidden: opaque(hidden)  # the operator itself cannot be copied
-    where = r"in model\.layers\.1\.mlp \(LlamaMLP\): \w+: There was no fake impl"
-    with pytest.raises(DescriptionError, match=rf"^LlamaForCausalLM cannot be traced .*{where}") as caught:
-        describe(model, sequence_length=16)
-    assert "\n" not in str(caught.value)
 
 
 TOKENS = 8
@@ -207,11 +131,6 @@ def test_second_forward_on_other_rows_is_traced(gpt2):
     assert len(both.segments) > 1.5 * len(once.segments)
     assert "transformer.h.0" in in_use_all_step(both)  # it runs again while it is still needed
     assert all(parameter.grad is None for parameter in gpt2.parameters())
-
-
-def test_loss_that_calls_a_known_model_runs_the_fake(gpt2):
-    assert described(gpt2, loss=lambda model, batch: gpt2(**batch)) == described(gpt2)
-    assert all(parameter.grad is None for parameter in gpt2.parameters()) and "forward" not in vars(gpt2)
 
 
 def test_reference_model_runs_anywhere_and_its_weights_never_count(gpt2):

@@ -2,18 +2,13 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.small_models import PICTURE, built
-from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import build_on_meta
-from hf_osdp.preparation.simulate import fake_process_group
 from hf_osdp.tracing.describe import describe
-from hf_osdp.tracing.known_values import KnownValues, on_fake_tensors
-from hf_osdp.tracing.memory_tracker import MemoryTracker
+from hf_osdp.tracing.known_values import KnownValues
 from hf_osdp.tracing.tensors import FunctionMode
 from tests.helpers.sampling import slow_but
 
@@ -63,21 +58,6 @@ def test_values_that_activations_decide_count_as_true(ids):
     assert (counts > 0).nonzero().shape == (4, 1)
 
 
-def test_real_values_cost_no_memory(ids):
-    with MemoryTracker(block_bytes=1) as live:
-        mask = ids.eq(7)
-        assert live.current_bytes == mask.numel()
-
-
-def test_collectives_are_answered_as_if_alone(ids):
-    with fake_process_group(4):
-        total, gathered = ids.sum(), ids.new_zeros(8, 4)
-        dist.all_reduce(total)
-        dist.all_gather_into_tensor(gathered, ids)
-        dist.barrier()
-        assert total.item() == IDS.sum() and gathered.tolist() == IDS.repeat(4, 1).tolist()
-
-
 _SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
 _TEXT = {**_SIZES, "vocab_size": 100}
 _BART = {"encoder_layers": 2, "decoder_layers": 2, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
@@ -105,63 +85,6 @@ def test_models_that_ask_for_values_are_traced_and_recomputable(name):
     model = build_on_meta(getattr(transformers, name).config_class(**ASKING[name][0]), name)
     found = describe(model, sequence_length=ASKING[name][1])
     assert found.trace.startswith("fake tensors") and found.recomputable
-
-
-@pytest.mark.parametrize("name", [*DAILY[1:], "BartForSequenceClassification", "LongformerForQuestionAnswering"])
-def test_made_up_batch_runs_for_real(name):
-    sizes, length = ASKING[name]
-    model = getattr(transformers, name)(getattr(transformers, name).config_class(**sizes)).train()
-    assert model(**training_batch(model, length)(2)).loss.isfinite()
-
-
-DETECTION = {f"{name}ForObjectDetection": 1e-4 for name in ("Yolos", "RTDetr", "DFine")}
-DETECTION["Deimv2ForObjectDetection"] = 0.05  # how many queries its loss matches depends on their values
-
-
-@pytest.mark.parametrize("name", slow_but(DETECTION, daily=["YolosForObjectDetection"]))
-def test_loss_of_detection_is_traced_with_its_boxes(name, caplog):
-    model = built(name).float()
-    boxes = {"class_labels": torch.tensor([1, 0]), "boxes": torch.tensor([[0.5, 0.5, 0.4, 0.3], [0.3, 0.6, 0.2, 0.2]])}
-
-    def inputs(samples: int) -> dict[str, object]:
-        return {"pixel_values": torch.rand(samples, 3, PICTURE, PICTURE), "labels": [boxes] * samples}
-
-    segments = describe(model, sequence_length=1, inputs=inputs, recomputation=False).segments
-    traced = sum(segment.saved_bytes(2) for segment in segments)
-    assert not caplog.text
-    batch = inputs(2)
-    with MemoryTracker(block_bytes=1) as real:
-        loss = model.train()(**batch).loss
-    assert loss.requires_grad and loss.isfinite()
-    assert traced == pytest.approx(real.current_bytes, rel=DETECTION[name])
-
-
-def test_single_random_number_decides_that_layers_and_adapters_run():
-    with FakeTensorMode(), KnownValues(alone=True):
-        assert not torch.rand([]) < 0.9, "LayerDrop would leave the layer out"
-        assert torch.rand(1) > 0.0, "LyCORIS would leave the adapter out"
-
-
-class RunsBackwardInside(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            again = 2 * x
-        again.backward(gradient)
-        return x.grad
-
-
-def test_backward_with_a_gradient_of_its_own_runs_in_traces():
-    with on_fake_tensors(FakeTensorMode(allow_non_fake_inputs=True), KnownValues(alone=True)):
-        x = torch.ones(3, requires_grad=True)
-        RunsBackwardInside.apply(x).sum().backward()
-        assert x.grad.shape == (3,)
 
 
 @pytest.mark.parametrize("options", [{}, {"retain_graph": True}, {"gradient": torch.ones(3)}])

@@ -45,12 +45,6 @@ def test_find_loss_kind_of_models_of_transformers(name, sizes, kind):
     assert find_loss_kind(model, training_batch(model, length), its_own) is kind
 
 
-def test_find_loss_kind_examines_large_models_on_meta():
-    with torch.device("meta"):
-        model = model_of("LlamaForCausalLM", num_hidden_layers=32, hidden_size=4096, vocab_size=128256).bfloat16()
-    assert find_loss_kind(model, training_batch(model, 16), its_own) is LossKind.SHARE
-
-
 def test_find_loss_kind_sees_that_clip_compares_samples():
     picture = {**SIZES, "image_size": 32, "patch_size": 16}
     model = model_of("CLIPModel", text_config=TEXT, vision_config=picture)

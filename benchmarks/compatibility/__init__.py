@@ -1,1 +1,0 @@
-"""Train the same thing with the stock stack and with this package, and compare the figures."""

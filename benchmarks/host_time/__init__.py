@@ -1,0 +1,1 @@
+"""What the host spends on a step."""

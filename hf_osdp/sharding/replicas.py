@@ -1,0 +1,495 @@
+"""Replicated units outside of FSDP2: plain parameters, whose gradients are averaged over the ranks while backward goes
+on.
+
+Between steps the model has its own parameters alone. Under mixed precision its modules compute with copies of lower
+precision, which one list operator for each bucket writes when forward begins; gradients of the copies are added, in
+the parameters' own precision, to the parameters' gradients. Buckets are reduced in one fixed order, so that ranks need
+not agree on it: a rank without a gradient sends zeros, and a flag of each parameter tells whether any rank had one.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from ..distributed.process_group import step_group
+from ..errors import OSDPError, UnreducedGradientError
+from ..modeling.step_hooks import before_step
+from .gradient_checks import ASSIGN, CREATE_GRAPH, REMEDY, refuse_strange, too_early
+
+AllReduce = Callable[[torch.Tensor], None]
+"""Averages a tensor over the ranks, in place."""
+Place = tuple[nn.Module, str]
+"""A module that has a parameter, and its name there."""
+_MARK = "_osdp_replicas"
+"""Attribute of all modules of a model with replicated parameters."""
+
+
+def replicas_of(model: nn.Module) -> Replicas | None:
+    """Return what keeps the replicated parameters of a model, or of one with this part, equal; None if there are
+    none.
+    """
+    found: Replicas | None = vars(model).get(_MARK)
+    return found if found is not None and found.parameters else None
+
+
+def is_under_plan(model: nn.Module) -> bool:
+    """Return whether a plan of several ranks was applied to a model, or FSDP2 has sharded it."""
+    return isinstance(model, FSDPModule) or replicas_of(model) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Parameters:
+    """Parameters of one unit and dtype, whose gradients are averaged together."""
+
+    label: str
+    places: Sequence[Sequence[Place]]
+    """Of each parameter, where modules have it."""
+    dtype: torch.dtype | None = None
+    """Dtype of the copies that modules compute with; None computes with the parameters themselves."""
+    encoded: AllReduce | None = None
+    """Averages gradients with fewer bits than a plain all-reduce."""
+    is_rest: bool = False
+    """No rank has used them in the first step: ranks first agree whether one has now."""
+
+    def held(self) -> list[nn.Parameter]:
+        """Return the parameters that the model has now; `to_empty` makes others."""
+        get = dict.__getitem__  # `WeightReads` may watch the dictionary
+        return [get(owners[0][0]._parameters, owners[0][1]) for owners in self.places]  # type: ignore[misc]
+
+
+class _Bucket:
+    """The copies of some parameters, and the buffer of their gradients."""
+
+    def __init__(self, of: Parameters) -> None:
+        self.of, self.masters = of, of.held()
+        self._trains = [own.requires_grad for own in self.masters]
+        self.leaves = self.masters
+        """What modules compute with, and autograd gives gradients."""
+        if of.dtype is not None:
+            self._copies = self.masters[0].new_empty(sum(map(torch.numel, self.masters)), dtype=of.dtype)
+            copies = zip(_parts(self._copies, self.masters), self._trains, strict=True)
+            self.leaves = [nn.Parameter(copy, trains) for copy, trains in copies]
+            self.free()
+        self.trained = [pair for pair in zip(self.leaves, self.masters, strict=True) if pair[1].requires_grad]
+        """Those with gradients, each with the model's own parameter."""
+        self.left = 0
+        """Gradients that this backward still owes."""
+        self.work: dist.Work | None = None
+        self._views: list[torch.Tensor] = []
+        """Parts of the buffer, which are the parameters' gradients."""
+        self._had: list[bool] = []
+        self._versions: list[int] = []
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the model still has and trains these parameters, on the same device."""
+        now = self.of.held()
+        return (
+            all(map(operator.is_, now, self.masters))
+            and [own.requires_grad for own in now] == self._trains
+            and self.leaves[0].device == now[0].device
+        )
+
+    def refuse_hooks(self) -> None:
+        """Refuse hooks that would see no gradient, or one that is not averaged yet."""
+        for leaf, own in self.trained:
+            if len(own._post_accumulate_grad_hooks or ()) > 1 or (leaf is not own and own._backward_hooks):
+                raise OSDPError(
+                    f"Unit {self.of.label!r}: a parameter of shape {tuple(own.shape)} has a hook on its gradient,"
+                    " which would not see the ranks' mean; change parameter.grad before optimizer.step()."
+                )
+
+    def show(self) -> None:
+        """Let modules compute with the copies: their attributes are these, while `parameters()` is as before."""
+        for module, name, leaf, _ in self._placed():
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                vars(module)[name] = leaf
+            else:  # recurrent layers keep a list of their weights
+                setattr(module, name, leaf)
+
+    def hide(self) -> None:
+        for module, name, _, own in self._placed():
+            if vars(module).pop(name, None) is None:
+                setattr(module, name, own)
+
+    @torch.no_grad()
+    def write(self, *, again: bool) -> None:
+        """Write the copies; if not `again`, only those of parameters that have changed."""
+        if self.of.dtype is None:
+            return
+        versions, storage = [own._version for own in self.masters], self._copies.untyped_storage()
+        same = versions == self._versions and storage.size() > 0
+        if again or not same:
+            storage.resize_(self._copies.nbytes)
+            with torch.autograd._unsafe_preserve_version_counter(self._copies) if same else nullcontext():
+                torch._foreach_copy_([*self.leaves], [*self.masters])
+            self._versions = versions
+
+    def free(self) -> None:
+        """Free the copies; a backward that needs them after that raises torch's error about changed tensors."""
+        if self.of.dtype is not None:
+            torch.autograd.graph.increment_version(self._copies)
+            self._copies.untyped_storage().resize_(0)
+
+    def forget(self) -> None:
+        """Drop what a backward that raised has left."""
+        self.left, self.work = 0, None
+        for leaf, own in self.trained:
+            if leaf is not own:
+                leaf.grad = None
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Add this micro-step's gradients to those of earlier ones, in one buffer whose parts are the parameters'
+        gradients.
+        """
+        self.left, sums = 0, [own.grad for _, own in self.trained]
+        new = [None if leaf is own else leaf.grad for leaf, own in self.trained]
+        if not self._views or not all(map(operator.is_, sums, self._views)):
+            self._start([grad if total is None else total for grad, total in zip(new, sums, strict=True)])
+            new = [None if total is None else grad for grad, total in zip(new, sums, strict=True)]
+        added = [(view, grad) for view, grad in zip(self._views, new, strict=True) if grad is not None]
+        if added and len(added) == len(self._views):
+            self._gradients.add_(torch.cat([grad.flatten() for _, grad in added]))
+        elif added:
+            torch._foreach_add_([view for view, _ in added], [grad for _, grad in added])
+        for (leaf, own), view, had in zip(self.trained, self._views, self._had, strict=True):
+            if leaf is not own:
+                leaf.grad = None
+            own.grad = view if had else None
+
+    def _start(self, first: Sequence[torch.Tensor | None]) -> None:
+        """Begin the buffer with these gradients; a parameter without one has zeros, and 0 as its flag."""
+        masters = [own for _, own in self.trained]
+        numel = sum(map(torch.numel, masters))
+        self._sent = masters[0].new_empty(numel + len(masters))
+        self._gradients, self._flags = self._sent[:numel], self._sent[numel:]
+        self._flags.fill_(1.0)
+        self._views, self._had = list(_parts(self._gradients, masters)), [grad is not None for grad in first]
+        present = [(view, grad) for view, grad in zip(self._views, first, strict=True) if grad is not None]
+        if present:
+            torch._foreach_copy_([view for view, _ in present], [grad for _, grad in present])
+        if absent := [index for index, had in enumerate(self._had) if not had]:
+            torch._foreach_zero_([part for index in absent for part in (self._views[index], self._flags[index])])
+
+    @torch.no_grad()
+    def reduce(self, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
+        """Start to average the gradients over the ranks. Collective."""
+        if self.of.encoded is not None:
+            self.of.encoded(self._gradients)
+        sent = self._sent if self.of.encoded is None else self._flags
+        self.work = dist.all_reduce(sent, op=op, group=group, async_op=True)
+
+    @torch.no_grad()
+    def finish(self, divisor: int) -> None:
+        """Wait for the averages. A parameter that no rank has used gets no gradient, as in one process."""
+        assert self.work is not None
+        self.work.wait()
+        self.work = None
+        if divisor > 1 and self.of.encoded is None:
+            self._sent.div_(divisor)
+        if not all(self._had):
+            for (_, own), view, used in zip(self.trained, self._views, self.used(), strict=True):
+                own.grad = view if used else None
+
+    def release(self) -> None:
+        """Leave the averages to the parameters alone, so that `zero_grad` frees them."""
+        self._views = []
+        del self._sent, self._gradients, self._flags
+
+    def used(self) -> list[bool]:
+        """Return of each trained parameter whether some rank had a gradient, once they are averaged."""
+        return [flag > 0 for flag in self._flags.tolist()]
+
+    @property
+    def holds(self) -> bool:
+        """Whether its parameters have gradients."""
+        return any(own.grad is not None for _, own in self.trained)
+
+    def _placed(self) -> Iterator[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
+        if self.of.dtype is not None:
+            for owners, leaf, own in zip(self.of.places, self.leaves, self.masters, strict=True):
+                for module, name in owners:
+                    yield module, name, leaf, own
+
+
+class Replicas:
+    """Keeps a model's replicated parameters equal on all ranks; hooks of its modules and parameters hold it."""
+
+    def __init__(
+        self, root: nn.Module, parameters: Sequence[Parameters], group: dist.ProcessGroup, *, averages: bool
+    ) -> None:
+        """Take all replicated parameters, in the order in which backward is expected to end with them.
+
+        Args:
+            root: the model.
+            parameters: the same on every rank.
+            group: all ranks; no other collectives run in it.
+            averages: whether the group can average, as NCCL does, or only sum.
+        """
+        self.reduces = True
+        """Whether this is the last micro-step, which reduces."""
+        self.parameters, self._group = list(parameters), group
+        self._op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        self._divisor = 1 if averages else group.size()
+        self.is_all = not isinstance(root, FSDPModule)
+        """Whether no unit is FSDP2's."""
+        self._buckets: list[_Bucket] = []
+        self._order: list[_Bucket] = []
+        """Those with gradients."""
+        self._handles: list[RemovableHandle] = []
+        self._next = 0
+        """The first of the order that was not reduced in this backward."""
+        self._in_backward = False
+        self._waits = False
+        """Gradients of micro-steps wait for the last one."""
+        self._is_settled = False
+        """Ranks know which parameters a step uses."""
+        self._calls = 0
+        """Calls with gradients whose backward has not come."""
+        self.is_shown = False
+        """Whether modules compute with copies now."""
+        for module in root.modules():
+            vars(module)[_MARK] = self
+        for owner in {owner for one in self.parameters for places in one.places for owner, _ in places}:
+            owner.register_load_state_dict_pre_hook(self._loads)
+        root.register_forward_pre_hook(self._begins, prepend=True, with_kwargs=True)
+        root.register_forward_hook(self._ends)
+        weakref.finalize(self, before_step.add(partial(_step_begins, weakref.ref(self))))
+        if not any(own.is_meta for own in self.held()):
+            self._renew()
+
+    def __deepcopy__(self, memo: object) -> Replicas:
+        return _of_copy()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _of_copy, ()
+
+    def held(self) -> list[nn.Parameter]:
+        """Return the parameters that are kept equal."""
+        return [own for parameters in self.parameters for own in parameters.held()]
+
+    def watch(self, part: nn.Module, dtype: torch.dtype) -> None:
+        """Cast the inputs of a part that computes in lower precision, as FSDP2 does; it may be called without the
+        model.
+        """
+        part.register_forward_pre_hook(partial(_part_begins, self, dtype), with_kwargs=True)
+
+    def begin(self) -> None:
+        """Begin a call of the model, or of a part of it: write copies, and let modules compute with them."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if self._in_backward:  # it raised
+            for bucket in self._buckets:
+                bucket.forget()
+            self._in_backward = False
+        if not self.is_shown and not (self._buckets and all(bucket.is_current for bucket in self._buckets)):
+            self._renew()
+        for bucket in self._order:
+            bucket.refuse_hooks()
+        for bucket in self._buckets:
+            bucket.write(again=not self._calls)
+            if not self.is_shown:
+                bucket.show()
+        self.is_shown = True
+        self._calls += torch.is_grad_enabled()
+
+    def _begins(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Begin a call; inputs come to the device, as FSDP2 and DDP bring them."""
+        self.begin()
+        if not self._buckets or not self.is_all or (device := self._buckets[0].masters[0].device).type == "cpu":
+            return None
+        return _converted(args, device), _converted(kwargs, device)
+
+    def _ends(self, module: nn.Module, args: object, output: object) -> None:
+        if not self._calls and torch._C._current_graph_task_id() == -1:
+            self._rest(self._buckets)
+
+    def _loads(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *unused: object
+    ) -> None:
+        if self.parameters and metadata.get("assign_to_params_buffers", False):
+            raise OSDPError(ASSIGN)
+
+    def rest(self) -> None:
+        """Let modules have their own parameters again between steps, also after a call without backward."""
+        self._calls = 0
+        self._rest(self._buckets)
+
+    def _rest(self, freed: Iterable[_Bucket]) -> None:
+        """Let modules have their own parameters again, and free copies."""
+        for bucket in self._buckets if self.is_shown else ():
+            bucket.hide()
+        for bucket in freed:
+            bucket.free()
+        self.is_shown = False
+
+    def _renew(self) -> None:
+        """Make the buckets of the parameters that the model has now."""
+        for handle in self._handles:
+            handle.remove()
+        self._buckets = [_Bucket(parameters) for parameters in self.parameters]
+        self._order = [bucket for bucket in self._buckets if bucket.trained]
+        hooked = [(bucket, leaf is parameter, parameter) for bucket in self._order for leaf, own in bucket.trained
+                  for parameter in dict.fromkeys((leaf, own))]  # fmt: skip
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket, is_leaf))
+            for bucket, is_leaf, parameter in hooked
+        ]
+
+    def _arrived(self, bucket: _Bucket, is_leaf: bool, parameter: torch.Tensor) -> None:
+        """Take a gradient that autograd has accumulated, of what modules compute with or, read through
+        `parameters()`, of the model's own.
+        """
+        if torch.is_grad_enabled():
+            raise OSDPError(CREATE_GRAPH)
+        if not self._in_backward:
+            self._backward_begins()
+        if not bucket.left:
+            raise UnreducedGradientError(
+                f"Unit {bucket.of.label!r} got a gradient after its gradients were averaged over the ranks; {REMEDY}."
+            )
+        bucket.left -= is_leaf
+        if not bucket.left:
+            bucket.collect()
+            while self.reduces and self._next < len(self._order) and not self._order[self._next].left:
+                if self._order[self._next].of.is_rest:
+                    break
+                self._reduce_next()
+
+    def _reduce_next(self) -> None:
+        self._next += 1
+        self._order[self._next - 1].reduce(self._group, self._op)
+
+    def _backward_begins(self) -> None:
+        self._in_backward, self._next = True, 0
+        for bucket in self._order:
+            bucket.left = len(bucket.trained)
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        """Reduce what is left, in order, and wait for all."""
+        for bucket in self._order:
+            if bucket.left:
+                bucket.collect()
+        if self.reduces:
+            rest = [bucket for bucket in self._order if bucket.of.is_rest]
+            while self._next < len(self._order) - len(rest):
+                self._reduce_next()
+            for bucket in _used_by_some(rest):
+                bucket.reduce(self._group, self._op)
+            reduced = [bucket for bucket in self._order if bucket.work is not None]
+            for bucket in reduced:
+                bucket.finish(self._divisor)
+            if not self._is_settled:
+                self._settle()
+            for bucket in reduced:
+                bucket.release()
+        self._waits, self._in_backward, self._calls = not self.reduces, False, max(0, self._calls - 1)
+        if not self._calls:
+            self._rest(())
+
+    def _settle(self) -> None:
+        """Put parameters that no rank has used in the first step into buckets of their own, for which others need not
+        wait.
+        """
+        self._is_settled = True
+        used, rest = list[Parameters](), list[Parameters]()
+        for bucket in self._buckets:
+            flags = bucket.used() if bucket.trained else []
+            unused = {id(own) for (_, own), is_used in zip(bucket.trained, flags, strict=True) if not is_used}
+            for parts, is_rest in ((used, False), (rest, True)):
+                pairs = zip(bucket.of.places, bucket.masters, strict=True)
+                if places := [owners for owners, own in pairs if (id(own) in unused) is is_rest]:
+                    parts.append(replace(bucket.of, places=places, is_rest=is_rest))
+        if rest:
+            self._rest(self._buckets)
+            self.parameters = [*used, *rest]
+            self._renew()
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Free copies that the step makes old; refuse a step before gradients are averaged."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        ids = set(map(id, given))
+        own = [bucket for bucket in self._buckets if any(id(master) in ids for master in bucket.masters)]
+        if not own:
+            return
+        if self._waits and (waiting := next((bucket for bucket in own if bucket.holds), None)) is not None:
+            raise too_early(waiting.of.label)
+        if self.is_all:
+            known = {id(master) for bucket in self._buckets for master in bucket.masters}
+            refuse_strange(optimizer, [parameter for parameter in given if id(parameter) not in known])
+        self._calls = 0
+        self._rest(own)
+
+
+def _used_by_some(rest: Sequence[_Bucket]) -> list[_Bucket]:
+    """Return those of the buckets of which some rank has gradients. Collective if there are any buckets."""
+    if not rest:
+        return []
+    holds = torch.tensor([bucket.holds for bucket in rest], dtype=torch.uint8)
+    dist.all_reduce(holds, op=dist.ReduceOp.MAX, group=step_group())
+    return [bucket for bucket, some in zip(rest, holds.tolist(), strict=True) if some]
+
+
+def _of_copy() -> Replicas:
+    """Return what hooks of a model's copy hold: it is a plain model."""
+    copied = object.__new__(Replicas)
+    vars(copied).update(
+        parameters=[], _buckets=[], _order=[], _handles=[], _calls=0, _in_backward=False, is_shown=False
+    )
+    return copied
+
+
+def _part_begins(
+    replicas: Replicas, dtype: torch.dtype, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Begin a call if this part is called without the model; return its inputs in the dtype of its weights."""
+    if not replicas.parameters:
+        return None
+    if not replicas.is_shown:
+        replicas.begin()
+    return _converted(args, dtype), _converted(kwargs, dtype)
+
+
+def _converted(value: Any, to: torch.dtype | torch.device) -> Any:  # noqa: ANN401
+    """Return a value whose tensors are on a device, or whose floating-point ones have a dtype; pytree's own walk takes
+    ten times as long.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.to(to) if isinstance(to, torch.device) or value.is_floating_point() else value
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if type(value) in (tuple, list):
+        return type(value)([_converted(one, to) for one in value])
+    if type(value) is dict:
+        return {name: _converted(one, to) for name, one in value.items()}
+    return tree_map_only(torch.Tensor, partial(_converted, to=to), value)
+
+
+def _step_begins(replicas: weakref.ref[Replicas], optimizer: torch.optim.Optimizer) -> None:
+    if (found := replicas()) is not None:  # the model may be freed while hooks of a step run
+        found.step_begins(optimizer)
+
+
+def _parts(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield views of a flat tensor with the shapes of these tensors."""
+    sizes = list(map(torch.numel, like))
+    return (part.view(one.shape) for part, one in zip(flat.split(sizes), like, strict=True))

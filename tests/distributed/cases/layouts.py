@@ -1,0 +1,165 @@
+"""Every layout, model and way to accumulate, recompute and offload; operators in slices, the loss in chunks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hf_osdp.modeling.split.loss_chunks import chunk_loss
+from hf_osdp.modeling.split.operators import split_operators
+from hf_osdp.planner.split import OperatorSplit
+from tests.helpers.layouts import LAYOUTS
+from tests.helpers.models import MODELS, tiny_model
+from tests.helpers.training import Case, Change, adamw
+
+
+@cache
+def of(name: str, **options: Any) -> partial[nn.Module]:
+    """Return what makes a tiny model; equal arguments make equal cases, whose reference is trained once."""
+    return partial(tiny_model, name, **options)
+
+
+def wrap_blocks(model: nn.Module) -> None:
+    """Add activation checkpointing around every block, as Accelerate does it."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapper
+
+    blocks = {"GPT2Block", "BertLayer", "LlamaDecoderLayer"}
+    wrapper.apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ in blocks)
+
+
+def gathers_without_waiting(model: nn.Module) -> None:
+    """Let FSDP2 wait for the works that all-gathers return."""
+    model._set_unshard_async_op(True)
+
+
+def on_host(every: int) -> Change:
+    """Each so many-th unit is on the host."""
+    return lambda number, decision, unit: {"on_host": number % every == 0}
+
+
+def _everyday(model: str, layout: str) -> bool:
+    return layout == "everything" or (model == "gpt2" and layout not in ("compiled", "mixed"))
+
+
+# Compiled blocks take minutes to generate code on two cores.
+CASES = {
+    f"{model}, {layout}": Case(model=of(model), layout=layout, world=4, slow=not _everyday(model, layout))
+    for model in MODELS for layout in LAYOUTS
+}  # fmt: skip
+CASES |= {
+    f"gpt2, {layout}, accumulates, {name}": Case(
+        layout=layout, world=4, accumulation_steps=2, reduce=reduce,
+        slow=(layout, name) not in (("zero3", "holds"), ("everything", "reduces by unit")),
+    )
+    for layout in ("zero3", "everything")
+    for name, reduce in (("reduces", True), ("holds", False), ("reduces by unit", None))
+}  # fmt: skip
+CASES |= {
+    "gpt2, two_stage, async": Case(layout="two_stage", world=4, applied=gathers_without_waiting, slow=True),
+    "gpt2, mixed, async": Case(world=4, applied=gathers_without_waiting),
+    "gpt2, mixed, checkpointing": Case(world=4, prepare=wrap_blocks),
+    "llama, mixed, checkpointing": Case(model=of("llama"), world=4, prepare=wrap_blocks, slow=True),
+    **{f"{model}, everything on 2": Case(model=of(model), layout="everything") for model in MODELS},
+    **{f"bert, {layout} on 2": Case(model=of("bert"), layout=layout, slow=True) for layout in LAYOUTS[:-2]},
+    **{f"{model}, compiled on 2": Case(model=of(model), layout="compiled", slow=True) for model in MODELS},
+}  # fmt: skip
+
+
+# ---- the host
+
+
+def two_groups(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    """AdamW of matrices that decay, and others that do not and learn faster."""
+    matrices, others = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1, "lr": 1e-3}, {"params": others, "lr": 2e-3}]
+    return torch.optim.AdamW(groups, weight_decay=0.0, **options)
+
+
+def halved(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """Halve the learning rate at each step."""
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+
+CASES |= {
+    "host": Case(change=on_host(2), optimizer=partial(adamw, fused=None)),
+    "host, every unit": Case(change=on_host(1), optimizer=partial(adamw, fused=None), accumulation_steps=2,
+                             reduce=False),
+    "host, llama": Case(model=of("llama"), change=on_host(3), optimizer=partial(adamw, fused=None),
+                        accumulation_steps=2, reduce=False),
+    **{f"host, groups bound afterwards, {options or 'usual'}": Case(
+        change=on_host(2), optimizer=partial(two_groups, **options), rebinds=True, schedule=halved,
+    ) for options in ({}, {"foreach": True}, {"fused": True})},
+}  # fmt: skip
+CASES |= {f"{name}, one rank": replace(case, world=1) for name, case in CASES.items() if name.startswith("host")}
+
+
+# ---- splits
+
+OPERATORS = {
+    "gpt2": ("transformer.h.0.mlp.c_fc", "transformer.h.0.mlp.c_proj", "transformer.h.1.attn.c_attn"),
+    "llama": ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"),
+}
+
+
+def cut(model: nn.Module, slices: int) -> None:
+    """Put some operators in slices."""
+    operators = OPERATORS[model.config.model_type]
+    split_operators(model, [OperatorSplit(fqn=fqn, slices=slices) for fqn in operators])
+
+
+def cut_and_wrap(model: nn.Module) -> None:
+    cut(model, 2)
+    wrap_blocks(model)
+
+
+def sliced(name: str, slices: int, **options: Any) -> Case:
+    """The optimizer is made from the whole model."""
+    return Case(model=of(name, layers=2), prepare=partial(cut, slices=slices), rebinds=True, **options)
+
+
+def loss_of_logits(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: object) -> torch.Tensor:
+    """Mean cross-entropy in the logits' dtype: transformers' own goes through float32."""
+    return F.cross_entropy(logits.view(-1, vocab_size), labels.reshape(-1))
+
+
+def with_loss(name: str) -> nn.Module:
+    model = tiny_model(name, layers=2)
+    if name != "bert":
+        model.loss_function = loss_of_logits
+    return model
+
+
+def own_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(**batch).loss
+
+
+def loss_and_penalty(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The model's own loss, and a penalty on its logits."""
+    out = model(**batch)
+    return out.loss + 0.01 * out.logits.square().mean()
+
+
+def chunked(name: str, layout: str, loss: Any = own_loss, **options: Any) -> Case:
+    return Case(
+        model=partial(with_loss, name), layout=layout, loss=loss, prepare=partial(chunk_loss, chunks=5), **options
+    )
+
+
+CASES |= {
+    "slices, 3": sliced("gpt2", 3),
+    "slices, 2, accumulates": sliced("gpt2", 2, accumulation_steps=2),
+    "slices, 4, zero3, holds": sliced("gpt2", 4, layout="zero3", accumulation_steps=2, reduce=False),
+    "slices, checkpointing": replace(sliced("gpt2", 2, layout="zero3"), prepare=cut_and_wrap),
+    "slices, llama": sliced("llama", 4),
+    "chunks, gpt2": chunked("gpt2", "mixed", accumulation_steps=2),
+    "chunks, llama": chunked("llama", "zero3", loss_and_penalty),
+    "chunks, bert": chunked("bert", "zero3", loss_and_penalty),
+    "chunks, compiled": chunked("gpt2", "compiled", tolerance=1e-9, slow=True),
+    "chunks, everything": chunked("gpt2", "everything", accumulation_steps=2, reduce=False, slow=True),
+    "chunks, bert, mixed": chunked("bert", "mixed", accumulation_steps=2, slow=True),
+}

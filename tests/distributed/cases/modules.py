@@ -1,0 +1,258 @@
+"""Ranks that run different modules, as DDP trains them with `find_unused_parameters`: one process takes the ranks'
+batches in turn. Dropped layers, tasks, pictures, experts without tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from hf_osdp.modeling.build import disable_cache
+from hf_osdp.modeling.units import find_units
+from hf_osdp.tracing.pictures import UsualBatch
+from tests.helpers.small_models import InDouble
+from tests.helpers.training import Case, Loop
+from tests.helpers.vision import tiny_vision
+
+WIDTH, STEPS = 8, 4
+Batch = dict[str, Any]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Parts(nn.Module):
+    """A tower for pictures, layers that may be dropped, one for each task, parameters that some losses use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, WIDTH)
+        self.picture = nn.Linear(4, WIDTH)
+        self.tower = nn.ModuleList(Block() for _ in range(2))
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.tasks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+        self.first, self.second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+    def forward(
+        self, x: torch.Tensor, *, picture: bool = False, layers: tuple[int, ...] = (0, 1, 2), task: int = 0,
+        own: str | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        hidden = self.embed(x)
+        if picture:
+            seen = self.picture(x)
+            for block in self.tower:
+                seen = block(seen)
+            hidden = hidden + seen
+        for number in layers:
+            hidden = self.layers[number](hidden)
+        scale = 1 if own is None else getattr(self, own)
+        return (self.head(self.tasks[task](hidden)) * scale).square().mean()
+
+
+def parts() -> nn.Module:
+    torch.manual_seed(0)
+    return Parts().double()
+
+
+units_of_parts = partial(find_units, block_classes=["Block"])
+
+
+def inputs(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64)
+
+
+# What a rank's model does at a step.
+
+
+def pictures(step: int, rank: int) -> Batch:
+    return {"picture": step > 1 and (step + rank) % 2 == 0}
+
+
+def dropped_layers(step: int, rank: int) -> Batch:
+    drawn = torch.rand(3, generator=torch.Generator().manual_seed(10 * step + rank)) > 0.4
+    return {"layers": tuple(drawn.nonzero().flatten().tolist())}
+
+
+def tasks(step: int, rank: int) -> Batch:
+    return {"task": rank % 2 if step % 3 else 0}
+
+
+def parameters(step: int, rank: int) -> Batch:
+    return {"own": ("first", "second")[rank] if step % 2 else None}
+
+
+def orders(step: int, rank: int) -> Batch:
+    return {"layers": ((0, 1, 2), (2, 0, 1), (1, 1, 0))[(step + rank) % 3], "picture": rank == step % 2}
+
+
+def several(step: int, rank: int) -> Batch:
+    return {**pictures(step, rank), **dropped_layers(step, rank), **tasks(step, rank)}
+
+
+def micro_steps(step: int, part: int) -> Batch:
+    """Two ranks' micro-steps, one after the other."""
+    number = 2 * step + part // 2
+    return {**pictures(number, part % 2), **parameters(number, part % 2)}
+
+
+def pictures_early(step: int, part: int) -> Batch:
+    """Only in the first micro-step, on both ranks, on none, on rank 1."""
+    return {"picture": part < 2 and ((True, True), (False, False), (False, True))[step % 3][part]}
+
+
+@cache
+def batches(kind: Callable[[int, int], Batch]) -> Any:
+    def of(model: nn.Module) -> Any:
+        return lambda step, *, part=0, parts=1: {"x": inputs(step, part), **kind(step, part)}
+
+    return of
+
+
+def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return model(**batch)
+
+
+def adamw(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=lr, weight_decay=0.1, eps=1e-4, foreach=False)
+
+
+def evaluates(loop: Loop, number: int) -> None:
+    """Evaluate after each step, this rank by its own modules."""
+    loop.step(number)
+    rank, world = loop.place
+    total = torch.zeros((), dtype=torch.float64)
+    with torch.no_grad():
+        for other in range(2) if world == 1 else (rank,):
+            total += loop.loss_of(loop.model, loop.batch_of(number + 50, part=other, parts=2))
+    if world > 1:
+        torch.distributed.all_reduce(total)
+    loop.more[f"evaluated {number}"] = total
+
+
+def case(kind: Callable[[int, int], Batch], layout: str, world: int = 2, k: int = 1, **options: Any) -> Case:
+    return Case(
+        model=parts, units=units_of_parts, batches=batches(kind), loss=loss, optimizer=adamw, layout=layout,
+        world=world, accumulation_steps=k, parts_alone=world * k, max_norm=None,
+        **{"steps": 6 // k, "step": evaluates if world * k == 2 else Loop.step, **options},
+    )  # fmt: skip
+
+
+_LAYOUTS = ("everything", "zero3", "zero2", "replicate", "mixed")
+CASES = {
+    f"{kind.__name__}, {layout}": case(kind, layout, slow=layout != "everything")
+    for kind in (pictures, dropped_layers, tasks, parameters, orders) for layout in _LAYOUTS
+}  # fmt: skip
+CASES |= {f"several, {layout} on 4": case(several, layout, world=4, slow=True)
+          for layout in ("hsdp", "mixed", "two_stage")}  # fmt: skip
+CASES |= {
+    f"micro-steps, {layout}, {name}": case(micro_steps, layout, k=2, reduce=reduce, steps=4, slow=layout != "mixed")
+    for layout in ("zero3", "replicate", "mixed")
+    for name, reduce in (("holds", False), ("reduces", True), ("by unit", None))
+}
+# Replicas wait for the last micro-step with their all-reduce, for which FSDP2 needs a gradient there.
+CASES |= {f"early micro-steps, {layout}": case(pictures_early, layout, k=2) for layout in ("replicate", "mixed")}
+
+
+# ---- models of transformers
+
+_SPEECH = {
+    "encoder_layers": 3, "decoder_layers": 3, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+    "dropout": 0.0, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 100, "pad_token_id": 1,
+    "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2, "max_source_positions": 30,
+    "max_target_positions": 40, "num_mel_bins": 8, "encoder_layerdrop": 0.5, "decoder_layerdrop": 0.5,
+}  # fmt: skip
+_WAVE = {
+    "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 20,
+    "conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 8), "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 2, "layerdrop": 0.5, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    "activation_dropout": 0.0, "feat_proj_dropout": 0.0, "final_dropout": 0.0, "apply_spec_augment": False,
+}  # fmt: skip
+_EXPERTS = {
+    "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2, "num_experts": 8,
+    "vocab_size": 100, "expert_capacity": 64, "dropout_rate": 0.0, "router_jitter_noise": 0.0,
+    "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2, "decoder_start_token_id": 0,
+}  # fmt: skip
+
+
+@cache
+def made(name: str, *frozen: str) -> Any:
+    """Return what makes a model, with parts of these names frozen."""
+    sizes = {"Whisper": _SPEECH, "Wav2Vec2": _WAVE, "Switch": _EXPERTS}
+
+    def make() -> nn.Module:
+        own = next((value for start, value in sizes.items() if name.startswith(start)), None)
+        if own is None:
+            model = tiny_vision(name)
+        else:
+            torch.manual_seed(0)
+            cls = getattr(transformers, name)
+            model = cls._from_config(cls.config_class(**own)).double().train()
+        for part, parameter in model.named_parameters():
+            parameter.requires_grad_(not part.startswith(frozen) if frozen else True)
+        disable_cache(model)
+        return model
+
+    return make
+
+
+def random_batches(model: nn.Module) -> Any:
+    """Random inputs, in every second batch of a rank with pictures; in the first step no rank has any."""
+    length = 400 if model.main_input_name == "input_values" else 24
+
+    def random_batch(step: int, part: int) -> Batch:
+        made = torch.Generator().manual_seed(100 * step + part)
+        images = int(step > 0 and (step + part) % 2 == 0) if hasattr(model.config, "vision_config") else None
+        batch = UsualBatch(model, length, images)(2)
+        batch.pop("labels")
+        for name, value in batch.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                batch[name] = torch.randn(value.shape, generator=made, dtype=torch.float64)
+            elif name in ("input_ids", "decoder_input_ids"):
+                random = torch.randint(3, 90, value.shape, generator=made)
+                batch[name] = torch.where(value < 99, random, value)
+        return batch
+
+    drawn = {(step, part): random_batch(step, part) for step in range(STEPS) for part in range(2)}
+
+    def batch_of(step: int, *, part: int = 0, parts: int = 1) -> Batch:
+        torch.manual_seed(10 * step + part)  # LayerDrop's
+        return dict(drawn[step, part])
+
+    return batch_of
+
+
+def logits_squared(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return model(**batch).logits.square().mean()
+
+
+MODELS = {
+    "llava": made("LlavaForConditionalGeneration"),
+    "llava, frozen tower": made("LlavaForConditionalGeneration", "model.vision_tower"),
+    "qwen2.5-vl": made("Qwen2_5_VLForConditionalGeneration"),
+    "qwen2.5-vl, frozen tower": made("Qwen2_5_VLForConditionalGeneration", "model.visual.blocks"),
+    "whisper": made("WhisperForConditionalGeneration"),
+    "wav2vec2": made("Wav2Vec2ForCTC"),
+    "switch": made("SwitchTransformersForConditionalGeneration"),
+}
+CASES |= {
+    f"{name}, {layout}": Case(
+        model=make, batches=random_batches, loss=logits_squared, optimizer=partial(adamw, lr=0.01), layout=layout,
+        parts_alone=2, steps=STEPS, max_norm=None, within=InDouble,
+        slow=layout != "mixed" or name not in ("llava, frozen tower", "whisper", "switch"),
+    )
+    for name, make in MODELS.items() for layout in ("mixed", "zero3", "everything")
+}  # fmt: skip
+CASES = {f"modules, {name}": case for name, case in CASES.items()}

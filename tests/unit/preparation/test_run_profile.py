@@ -1,0 +1,167 @@
+"""A run measures its machine and the blocks of its model: within the limit, kept on disk for a day, without a trace
+in the training.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from hf_osdp.measurement import machine
+from hf_osdp.measurement.block_times import TimedModel, measure_block_times
+from hf_osdp.planner.block_forms import COUNTED_AS_EAGER
+from hf_osdp.planner.hardware import Hardware
+from hf_osdp.planner.presets import preset
+from hf_osdp.preparation import run_profile
+from hf_osdp.preparation.config import OSDPConfig
+from hf_osdp.preparation.plan_run import PlannedRun, plan_run
+from hf_osdp.preparation.run_profile import MEASURED_EARLIER, measured_hardware
+from tests.helpers.problems import run_job
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path) -> list[str]:
+    """The devices that were measured; the machine is idle."""
+    monkeypatch.setenv("OSDP_CACHE", str(tmp_path))
+    monkeypatch.setattr(run_profile, "seconds_without_core", lambda: 0.0)
+    asked: list[str] = []
+
+    def measure(*, device_type: str, seconds: float) -> Hardware:
+        asked.append(device_type)
+        return preset("h100", devices_per_node=1)
+
+    monkeypatch.setattr(run_profile, "measure_hardware", measure)
+    return asked
+
+
+def test_the_second_start_measures_memory_alone_and_says_so(measured, monkeypatch):
+    first = measured_hardware("cpu")
+    monkeypatch.setattr(machine, "_memory_bytes", lambda device, before: (2**33, 2**50, ""))
+    second = measured_hardware("cpu")
+    assert measured == ["cpu"]
+    assert second.device.source.startswith(f"{MEASURED_EARLIER}, 0 min ago")
+    assert (second.device.memory_bytes, second.device.reserved_bytes) == (2**33, 2**50), "others hold it now"
+    same = {"memory_bytes": 1, "reserved_bytes": 0, "source": ""}
+    assert replace(second.device, **same) == replace(first.device, **same)
+    monkeypatch.setattr(machine, "_memory_bytes", lambda device, before: (2**33, 0, ""))
+    assert measured_hardware("cpu").device.reserved_bytes == first.device.reserved_bytes > 0, "as when it was measured"
+
+
+def kept(folder: Path) -> Path:
+    (file,) = folder.rglob("*.json")
+    return file
+
+
+CHANGES = {
+    "a day old": lambda patch, folder: os.utime(kept(folder), (time.time() - 25 * 3600,) * 2),
+    "damaged": lambda patch, folder: kept(folder).write_text('{"device": {}}'),
+    "no cache": lambda patch, folder: patch.setenv("OSDP_CACHE", "0"),
+    "code": lambda patch, folder: patch.setattr(run_profile, "code_hash", lambda *_: "another"),
+    "device": lambda patch, folder: patch.setattr(run_profile, "device_name", lambda *_: "another"),
+    "topology": lambda patch, folder: patch.setattr(run_profile, "find_topology", lambda *_: "another"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_has_changed_is_measured_anew(measured, monkeypatch, tmp_path, change):
+    measured_hardware("cpu")
+    CHANGES[change](monkeypatch, tmp_path)
+    measured_hardware("cpu")
+    assert measured == ["cpu", "cpu"]
+
+
+@pytest.mark.on_ranks(2)
+def test_ranks_take_the_same_file(tmp_path):
+    os.environ["OSDP_CACHE"] = str(tmp_path / "shared")
+    run_profile.seconds_without_core = lambda: 0.0
+    measured = [preset("cpu", devices_per_node=2)]
+    run_profile.measure_hardware = lambda **asked: measured.pop()  # once
+    first, second = (measured_hardware("cpu") for _ in range(2))
+    assert first.device.flops_per_s == second.device.flops_per_s and not measured
+    assert second.device.source.startswith(MEASURED_EARLIER)
+
+
+def config(layers: int) -> GPT2Config:
+    return GPT2Config(n_layer=layers, n_head=2, n_embd=16, vocab_size=61, n_positions=16)
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(config(5))
+
+
+@pytest.fixture
+def timings(measured, monkeypatch) -> list[TimedModel]:
+    """The models that were timed."""
+    monkeypatch.setattr(run_profile, "measure_hardware", lambda **_: preset("cpu", devices_per_node=1))
+    monkeypatch.setattr(run_profile, "BLOCKS_S", 0.01)
+    taken: list[TimedModel] = []
+
+    def measure(timed: TimedModel, **options: object):
+        taken.append(timed)
+        return measure_block_times(timed, **options)
+
+    monkeypatch.setattr(run_profile, "measure_block_times", measure)
+    return taken
+
+
+def planned(model: nn.Module, *, known: Mapping[str, object] = {}, **options: object) -> PlannedRun:
+    defaults = {"sequence_length": 16, "global_batch_size": 8}
+    return plan_run(model, run_job(OSDPConfig(**{**defaults, **options}), **known))
+
+
+def test_run_measures_times_and_the_second_start_reads_them(model, timings):
+    first = planned(model).inputs.description
+    assert timings[0].micro_batch_sizes == (1, 4, 8)
+    phases = [phase for segment in first.segments for phase in (segment.forward, segment.backward)]
+    assert all(phase.seconds is not None and phase.seconds(4) > 0 for phase in phases)
+    assert first.timing == "measured (1, 4 and 8 samples at once)"
+    again = planned(model).inputs.description
+    assert len(timings) == 1 and again.segments == first.segments
+    assert again.timing == "measured 0 min ago (1, 4 and 8 samples at once)"
+    planned(model, sequence_length=12)
+    assert len(timings) == 2, "another length has other times"
+
+
+class WithState(GPT2LMHeadModel):
+    """Has running statistics, draws random numbers of all kinds, and has a forward replaced on the instance."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__(config)
+        self.norm = nn.BatchNorm1d(config.n_embd)
+        inner = self.lm_head.forward
+        self.lm_head.forward = lambda hidden: inner(self.norm(hidden.transpose(1, 2)).transpose(1, 2))  # its closure
+
+    def forward(self, *args, **kwargs):
+        random.random(), np.random.rand(), torch.rand(1)
+        return super().forward(*args, **kwargs)
+
+
+def test_timing_changes_neither_generators_nor_gradients_nor_buffers():
+    model = WithState(config(4))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    timed = TimedModel(model_or_config=model, sequence_length=16, micro_batch_sizes=(1, 2))
+    assert measure_block_times(timed, device=CPU, seconds=0.01)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before[:2]
+    assert torch.equal(torch.get_rng_state(), before[2])
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_blocks_to_be_compiled_are_timed_as_they_are_on_the_cpu(model, timings):
+    described = planned(model, compile=True).inputs.description
+    assert [timed.compile for timed in timings] == [False]
+    assert f"GPT2Block {COUNTED_AS_EAGER}" in described.trace and described.timing.startswith("measured")

@@ -1,0 +1,262 @@
+"""An optimizer's step on local shards: the same as on plain tensors, in the optimizer's own groups and states."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from copy import deepcopy
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from hf_osdp.errors import OSDPError
+from hf_osdp.sharding.gradients import local
+from hf_osdp.sharding.optimizer_steps import interceptor_of, step_by_device, step_parts
+from hf_osdp.sharding.optimizers.kind import ELEMENT_WISE
+
+ROWS = [(3, 4), (2,), (0, 4), (5, 2)]
+"""Shapes of a rank's parameters, of which the third is an empty shard."""
+OPTIONS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    *((cls, {}) for cls in ELEMENT_WISE),
+    *((torch.optim.AdamW, {option: True}) for option in ("amsgrad", "maximize", "foreach", "fused")),
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (torch.optim.SGD, {"momentum": 0.9, "foreach": True}),
+    (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    (torch.optim.AdamW, {"lr": torch.tensor(0.1)}),
+]
+
+
+@pytest.fixture
+def mesh() -> DeviceMesh:
+    return DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=0)
+
+
+def sharded(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    shape = (2 * len(value), *value.shape[1:])
+    return DTensor.from_local(value, mesh, [Shard(0)], run_check=False, shape=shape, stride=value.stride())
+
+
+def twins(mesh: DeviceMesh) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return a rank's shards as DTensors, the last one whole and plain, and plain tensors of the same values."""
+    dice = torch.Generator().manual_seed(0)
+    plain = [nn.Parameter(torch.randn(shape, generator=dice)) for shape in ROWS]
+    parameters = [nn.Parameter(sharded(p.detach().clone(), mesh)) for p in plain[:-1]]
+    return [*parameters, nn.Parameter(plain[-1].detach().clone())], plain
+
+
+def set_gradients(number: int, *of: list[nn.Parameter]) -> None:
+    for parameters in of:
+        dice = torch.Generator().manual_seed(number)
+        for parameter in parameters:
+            gradient = torch.randn(local(parameter).shape, generator=dice)
+            is_shard = isinstance(parameter, DTensor)
+            parameter.grad = sharded(gradient, parameter.device_mesh) if is_shard else gradient
+
+
+def assert_equal(
+    parameters: list[nn.Parameter], plain: list[nn.Parameter], *optimizers: torch.optim.Optimizer
+) -> None:
+    """Parameters and states are equal, bit for bit, and those of shards are DTensors like their parameters."""
+    for one, other in zip(parameters, plain, strict=True):
+        assert torch.equal(local(one), other)
+        states = [optimizer.state[p] for optimizer, p in zip(optimizers, (one, other), strict=False)]
+        if states:
+            assert list(states[0]) == list(states[1])
+            for key, value in states[1].items():
+                found = states[0][key]
+                assert torch.equal(local(found), value), key
+                if value.shape == other.shape and value.dim():
+                    assert isinstance(found, DTensor) == isinstance(one, DTensor)
+                    assert found.shape == one.shape and getattr(found, "placements", 0) == getattr(
+                        one, "placements", 0
+                    )
+
+
+def record(optimizer: torch.optim.Optimizer) -> list[list[list[type]]]:
+    """Return a list to which each step appends the types that it has stepped, by group."""
+    seen: list[Any] = []
+    optimizer.register_step_post_hook(
+        lambda _, args, kwargs: seen.append([[type(p) for p in group["params"]] for group in args[0].param_groups])
+    )
+    return seen
+
+
+@pytest.mark.parametrize(("cls", "options"), OPTIONS, ids=lambda value: getattr(value, "__name__", None))
+def test_step_on_shards_is_that_on_plain_tensors_and_keeps_dtensor_states(cls, options, mesh):
+    parameters, plain = twins(mesh)
+    options = {"lr": 0.1, **options}
+    optimizers = [
+        cls([{"params": of[:1]}, {"params": of[1:], "weight_decay": 0.1}], **deepcopy(options))
+        for of in (parameters, plain)
+    ]
+    step_by_device(optimizers[0])
+    seen = record(optimizers[0])
+    groups = [(id(group), [id(p) for p in group["params"]]) for group in optimizers[0].param_groups]
+    held: dict[int, dict[str, Any]] = {}
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)) for o in optimizers]
+    for number in range(4):
+        set_gradients(number, parameters, plain)
+        if number == 2:  # a parameter without gradient is left alone
+            parameters[1].grad = plain[1].grad = None
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+        assert_equal(parameters, plain, *optimizers)
+        states = {id(p): dict(optimizers[0].state[p]) for p in parameters}
+        assert not held or all(states[key][k] is v for key, of in held.items() for k, v in of.items() if v.dim())
+        held = states
+    assert [(id(group), [id(p) for p in group["params"]]) for group in optimizers[0].param_groups] == groups
+    assert all(kind is torch.Tensor for step in seen for group in step[:-1] for kind in group)
+    assert set(optimizers[0].state) == set(parameters)
+
+
+def test_groups_and_states_that_change_between_steps_are_used(mesh):
+    parameters, plain = twins(mesh)
+    optimizers = [torch.optim.AdamW(of[:2], lr=0.1, fused=True) for of in (parameters, plain)]
+    step_by_device(optimizers[0])
+    for number, change in enumerate([
+        lambda o, of: None,
+        lambda o, of: o.add_param_group({"params": of[2:], "lr": 0.01}),
+        lambda o, of: o.load_state_dict(o.state_dict()),
+        lambda o, of: o.param_groups[0].update(lr=0.5, maximize=True),
+        lambda o, of: [value.zero_() for p in of for key, value in o.state[p].items() if key != "step"],
+        lambda o, of: o.state.pop(of[0]),
+        lambda o, of: [o.state[p].update(exp_avg=o.state[p]["exp_avg"].clone()) for p in of],
+        lambda o, of: of[1].requires_grad_(False),
+    ]):  # fmt: skip
+        for optimizer, of in zip(optimizers, (parameters, plain), strict=True):
+            change(optimizer, of)
+        set_gradients(number, parameters, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_equal(parameters[: 2 if not number else None], plain[: 2 if not number else None], *optimizers)
+
+
+def test_states_of_another_layout_are_refused(mesh):
+    parameters, _ = twins(mesh)
+    optimizer, whole = (
+        torch.optim.AdamW(parameters[:1], fused=True),
+        torch.optim.AdamW([nn.Parameter(torch.ones(6, 4))]),
+    )
+    step_by_device(optimizer)
+    whole.param_groups[0]["params"][0].grad = torch.ones(6, 4)
+    whole.step()
+    optimizer.load_state_dict(whole.state_dict())
+    set_gradients(0, parameters)
+    before = local(parameters[0]).clone()
+    with pytest.raises(OSDPError, match=r"exp_avg has shape \(6, 4\) for a shard of shape \(3, 4\)"):
+        optimizer.step()
+    assert torch.equal(local(parameters[0]), before)
+
+
+def test_gradient_in_another_placement_is_brought_to_its_parameters(mesh):
+    parameters, plain = twins(mesh)
+    optimizer = torch.optim.SGD(parameters[:1], lr=1.0)
+    step_by_device(optimizer)
+    whole = torch.randn(6, 4)
+    parameters[0].grad = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
+    optimizer.step()
+    assert torch.equal(local(parameters[0]), plain[0] - whole[:3])
+
+
+def test_step_that_raises_leaves_groups_states_and_no_gradient(mesh, monkeypatch):
+    parameters, plain = twins(mesh)
+    optimizers = [torch.optim.AdamW(of, lr=0.1) for of in (parameters, plain)]
+    step_by_device(optimizers[0])
+    set_gradients(0, parameters, plain)
+    for optimizer in optimizers:
+        optimizer.step()
+    groups, states = list(optimizers[0].param_groups), {p: dict(optimizers[0].state[p]) for p in parameters}
+    set_gradients(1, parameters)
+    gradients = [weakref.ref(local(p.grad)) for p in parameters]
+
+    def fails(*args, **kwargs):
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as broken, pytest.raises(torch.OutOfMemoryError):
+        broken.setattr(import_module("torch.optim.adam"), "adam", fails)
+        optimizers[0].step()
+    assert all(a is b for a, b in zip(optimizers[0].param_groups, groups, strict=True))
+    assert {p: dict(optimizers[0].state[p]) for p in parameters} == states
+    optimizers[0].zero_grad()
+    gc.collect()
+    assert all(p.grad is None for p in parameters) and not any(gradient() is not None for gradient in gradients)
+    set_gradients(1, parameters, plain)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_equal(parameters, plain, *optimizers)
+
+
+def test_gradients_are_freed_after_a_step(mesh):
+    parameters, _ = twins(mesh)
+    optimizer = torch.optim.AdamW(parameters)
+    step_by_device(optimizer)
+    set_gradients(0, parameters)
+    gradients = [weakref.ref(local(p.grad)) for p in parameters]
+    optimizer.step()
+    gc.disable()
+    try:
+        optimizer.zero_grad()
+        assert not any(gradient() is not None for gradient in gradients), "without the garbage collector"
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("option", ["closure", "differentiable"])
+def test_steps_that_compute_gradients_or_have_them_step_the_parameters_themselves(option, mesh):
+    parameters, plain = twins(mesh)
+    optimizers = [torch.optim.SGD(of[:2], lr=0.1, momentum=0.9) for of in (parameters, plain)]
+    step_by_device(optimizers[0])
+    seen = record(optimizers[0])
+    for number in range(2):
+        if option == "closure":
+            for optimizer, of in zip(optimizers, (parameters, plain), strict=True):
+                assert optimizer.step(lambda of=of, n=number: set_gradients(n, of) or n) == number
+        else:
+            optimizers[0].param_groups[0]["differentiable"] = True
+            set_gradients(number, parameters, plain)
+            with torch.no_grad():
+                for optimizer in optimizers:
+                    optimizer.step()
+    assert seen == [[[DTensor] * 2]] * 2
+    assert_equal(parameters[:2], plain[:2], *optimizers)
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_fused_step_gets_scale_and_overflow_from_the_optimizer(overflows, mesh):
+    parameters, plain = twins(mesh)
+    optimizers = [torch.optim.AdamW(of, lr=0.1, fused=True) for of in (parameters, plain)]
+    step_by_device(optimizers[0])
+    set_gradients(0, parameters, plain)
+    for optimizer in optimizers:
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(float(overflows))
+        optimizer.step()
+        del optimizer.grad_scale, optimizer.found_inf
+    assert_equal(parameters, plain, *optimizers)
+
+
+def test_parts_are_stepped_alone_and_left_out_of_the_step_of_their_stage(mesh):
+    parameters, plain = twins(mesh)
+    optimizers = [torch.optim.AdamW(of, lr=0.1) for of in (parameters, plain)]
+    step_by_device(optimizers[0], [parameters[-1]])
+
+    def stage(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+        for parameter in parameters[:2]:
+            step_parts(optimizer, [parameter])
+        return parameters[:2]
+
+    interceptor_of(optimizers[0]).stages.append(stage)
+    seen = record(optimizers[0])
+    for number in range(2):
+        set_gradients(number, parameters, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+    for one, other in zip(parameters, plain, strict=True):
+        torch.testing.assert_close(local(one), other.detach())
+        assert optimizers[0].state[one]["step"] == 2
+    assert seen == [[[torch.Tensor], [nn.Parameter]]] * 2, "the last, on the host, is stepped apart"
