@@ -98,7 +98,11 @@ def apply_plan(
     meshes.prepare(plan)
     if broadcast:
         broadcast_parameters(model)
-    named, replaced = named_parameters(model), list[nn.Parameter]()
+    refuse_hooks(model)
+    if mp_policy is not None:
+        view_in(model, mp_policy.param_dtype)
+        frozen_norms_keep_dtype(model)
+    named, replaced = named_parameters(model), list[nn.Parameter]()  # `view_in` has made others
     # FSDP2 refuses parameters without dimensions, and fails with empty ones.
     ignored = {parameter for parameter in named.values() if not (parameter.dim() and parameter.numel())}
     managed = [unit for unit in found if _is_managed(unit.decision, plan, mp_policy)]
@@ -106,17 +110,13 @@ def apply_plan(
     ignored |= {named[p.name] for unit in units if unit.fqn not in inside for p in unit.parameters}
     # Copies that overlap computation need page-locked memory; on the CPU FSDP2 fails with it.
     pin_memory = meshes.device_type != "cpu" if pin_memory is None else pin_memory
-    refuse_hooks(model)
-    if mp_policy is not None:
-        view_in(model, mp_policy.param_dtype)
-        frozen_norms_keep_dtype(model)
     if managed:
         replaced = [parameter for parameter in model.parameters() if parameter not in ignored]
         _shard_units(model, managed, ignored, meshes, mp_policy or MixedPrecisionPolicy(), pin_memory)
         clip_across_meshes()
     replicas = _replicate(model, found, ignored, meshes, mp_policy) if plan.world_size > 1 else None
     if managed:
-        WeightReads(model, units, tuple if replicas is None else replicas.held, replaced)
+        WeightReads(model, units, replicas, replaced)
     else:
         list(map(save_whole, model.modules()))
     return model

@@ -254,6 +254,8 @@ class Replicas:
         self._next = 0
         """The first of the order that was not reduced in this backward."""
         self._in_backward = False
+        self._ended = -1
+        """The backward that ended last, by autograd's number."""
         self._waits = False
         """Gradients of micro-steps wait for the last one."""
         self._is_settled = False
@@ -347,12 +349,13 @@ class Replicas:
         self._order = [bucket for bucket in self._buckets if bucket.trained]
         hooked = [(bucket, leaf is parameter, parameter) for bucket in self._order for leaf, own in bucket.trained
                   for parameter in dict.fromkeys((leaf, own))]  # fmt: skip
+        own = weakref.ref(self)
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket, is_leaf))
+            parameter.register_post_accumulate_grad_hook(partial(_arrives, own, weakref.ref(bucket), is_leaf))
             for bucket, is_leaf, parameter in hooked
         ]
 
-    def _arrived(self, bucket: _Bucket, is_leaf: bool, parameter: torch.Tensor) -> None:
+    def arrived(self, bucket: _Bucket, *, is_leaf: bool) -> None:
         """Take a gradient that autograd has accumulated, of what modules compute with or, read through
         `parameters()`, of the model's own.
         """
@@ -360,6 +363,7 @@ class Replicas:
             raise OSDPError(CREATE_GRAPH)
         if not self._in_backward:
             self._backward_begins()
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         if not bucket.left:
             raise UnreducedGradientError(
                 f"Unit {bucket.of.label!r} got a gradient after its gradients were averaged over the ranks; {REMEDY}."
@@ -380,29 +384,43 @@ class Replicas:
         self._in_backward, self._next = True, 0
         for bucket in self._order:
             bucket.left = len(bucket.trained)
-        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
-    def _backward_ends(self) -> None:
-        """Reduce what is left, in order, and wait for all."""
-        for bucket in self._order:
-            if bucket.left:
-                bucket.collect()
+    def end_backward(self) -> None:
+        """Reduce what is left, in order, and wait for all, once in each backward: also on a rank whose backward gave
+        no gradient to these parameters, for which others would wait.
+        """
+        if (task := torch._C._current_graph_task_id()) == self._ended:
+            return
+        self._ended = task
+        if not self._in_backward:
+            self._backward_begins()
         if self.reduces:
-            rest = [bucket for bucket in self._order if bucket.of.is_rest]
-            while self._next < len(self._order) - len(rest):
-                self._reduce_next()
-            for bucket in _used_by_some(rest):
-                bucket.reduce(self._group, self._op)
-            reduced = [bucket for bucket in self._order if bucket.work is not None]
-            for bucket in reduced:
-                bucket.finish(self._divisor)
-            if not self._is_settled:
-                self._settle()
-            for bucket in reduced:
-                bucket.release()
+            self._reduce_rest()
+        else:
+            for bucket in self._order:
+                if 0 < bucket.left < len(bucket.trained):
+                    bucket.collect()
         self._waits, self._in_backward, self._calls = not self.reduces, False, max(0, self._calls - 1)
         if not self._calls:
             self._rest(())
+
+    def _reduce_rest(self) -> None:
+        for bucket in self._order:
+            if bucket.left:
+                bucket.collect()
+        rest = [bucket for bucket in self._order if bucket.of.is_rest]
+        while self._next < len(self._order) - len(rest):
+            self._reduce_next()
+        for bucket in _used_by_some(rest):
+            bucket.reduce(self._group, self._op)
+        for bucket in self._order:
+            if bucket.work is not None:
+                bucket.finish(self._divisor)
+        order = self._order
+        if not self._is_settled:
+            self._settle()
+        for bucket in order:
+            bucket.release()
 
     def _settle(self) -> None:
         """Put parameters that no rank has used in the first step into buckets of their own, for which others need not
@@ -482,6 +500,14 @@ def _converted(value: Any, to: torch.dtype | torch.device) -> Any:  # noqa: ANN4
     if type(value) is dict:
         return {name: _converted(one, to) for name, one in value.items()}
     return tree_map_only(torch.Tensor, partial(_converted, to=to), value)
+
+
+def _arrives(
+    replicas: weakref.ref[Replicas], bucket: weakref.ref[_Bucket], is_leaf: bool, parameter: torch.Tensor
+) -> None:
+    """Pass a gradient on; autograd holds this hook, and through it would hold the model, which nothing could free."""
+    if (found := replicas()) is not None and (its := bucket()) is not None:
+        found.arrived(its, is_leaf=is_leaf)
 
 
 def _step_begins(replicas: weakref.ref[Replicas], optimizer: torch.optim.Optimizer) -> None:

@@ -32,6 +32,7 @@ from ..modeling.step_hooks import before_step
 from ..modeling.units import modules_by_name
 from ..planner.description import UnitDescription
 from .gradient_checks import ASSIGN, CREATE_GRAPH, GradientChecks
+from .replicas import Replicas
 from .unit_order import UnitOrder
 
 _Parameters = Iterable[nn.Parameter]
@@ -46,12 +47,10 @@ class WeightReads:
         self,
         root: nn.Module,
         units: Sequence[UnitDescription],
-        plain: Callable[[], _Parameters],
+        replicas: Replicas | None,
         replaced: _Parameters,
     ) -> None:
-        """Watch a model after `fully_shard`, which replaced `replaced` by shards; `plain` returns the plan's
-        parameters that it has ignored.
-        """
+        """Watch a model after `fully_shard`, which replaced `replaced` by shards and has ignored those of `replicas`."""
         self.active = False
         """True between the first forward of the root or a unit and the end of backward."""
         self.after_evaluation = False
@@ -64,7 +63,10 @@ class WeightReads:
                 groups.append(group)
         host = step_group()
         self._order = None if host is None else UnitOrder(root, groups, host)
-        self._checks = checks = GradientChecks(groups, plain, replaced, self._order)
+        self._checks = checks = GradientChecks(
+            groups, tuple if replicas is None else replicas.held, replaced, self._order
+        )
+        self._replicas = replicas
         weakref.finalize(checks, before_step.add(partial(_step_begins, weakref.ref(checks))))
         self._pinned: list[UnitGroup] = []
         self._gathered: list[UnitGroup] = []
@@ -166,6 +168,8 @@ class WeightReads:
         yield
         self._gathered.clear()
         self.active = False
+        if self._replicas is not None:
+            self._replicas.end_backward()
         self._checks.backward_ends()
 
     @contextmanager

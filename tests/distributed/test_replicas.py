@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,12 +33,12 @@ from tests.helpers.models import tiny_batch, tiny_model
 class Towers(nn.Module):
     """A recurrent layer, and two blocks of which each rank may use one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, scaled: bool = True) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.table, self.gru = nn.Embedding(7, 4), nn.GRU(4, 4, batch_first=True)
         self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)])
-        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.scale = nn.Parameter(torch.tensor(0.5)) if scaled else 0.5
 
     def forward(self, ids: torch.Tensor, used: tuple[int, ...]) -> torch.Tensor:
         hidden, _ = self.gru(self.table(ids))
@@ -156,6 +157,36 @@ def test_ranks_use_different_blocks_and_later_one_that_none_had_used(precision):
                 torch.testing.assert_close(gradient, own.grad.float(), **limits)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
+
+@pytest.mark.on_ranks(2)
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_rank_leaves_out_the_only_replicated_unit_of_a_sharded_model(precision):
+    """It takes part in the average that others wait for, with zeros."""
+    rank, ids = dist.get_rank(), torch.arange(6).view(2, 3)
+    model = Towers(scaled=False)
+    units = find_units(model)
+    plan = plan_of(units, 2, "zero3")
+    layouts = [replace(one, shard_size=1) if one.fqn == "blocks.0" else one for one in plan.units]
+    plan = replace(plan, units=tuple(layouts))
+    apply_plan(model, plan, units, meshes=Meshes("cpu"), mp_policy=mp_policy(Precision.named(precision)))
+    assert [name for name, p in model.named_parameters() if not isinstance(p, DTensor)] == [
+        "blocks.0.weight", "blocks.0.bias"
+    ]  # fmt: skip
+    for used in (((0, 1), (1,)), ((1,), (0, 1)), ((1,), (1,))):
+        model(ids + rank, used[rank]).backward()
+        reference = Towers(scaled=False).to(torch.bfloat16 if precision == "bf16" else torch.float32)
+        for other in range(2):
+            (reference(ids + other, used[other]) / 2).backward()
+        wanted = dict(reference.named_parameters())
+        for name, gradient in gradients(model).items():
+            own = wanted[name].grad
+            assert (gradient is None) == (own is None), (used, name)
+            if gradient is not None:
+                whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                limits = {"rtol": 0.05, "atol": 1e-3} if precision == "bf16" else {"rtol": 1e-5, "atol": 1e-7}
+                torch.testing.assert_close(whole, own.float(), **limits)
+        model.zero_grad()
 
 
 @pytest.mark.on_ranks(2)

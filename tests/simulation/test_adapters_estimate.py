@@ -5,6 +5,7 @@ under the plans that the search finds.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -12,11 +13,13 @@ from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config
 
 from hf_osdp.modeling.build import build_on_meta, with_lora
 from hf_osdp.modeling.quantized import quantize
+from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planner.training_job import Precision, TrainingJob
 from hf_osdp.tracing.describe import describe
 from tests.helpers.fake_step import simulate
+from tests.helpers.layouts import plan_of
 from tests.helpers.problems import problem
 from tests.helpers.sampling import slow_but
 
@@ -57,3 +60,21 @@ def test_peak_with_adapters(name, in_4_bits, precision, limit, layers):
     found = search(problem(description, hardware, job, most))
     simulated = simulate(model, found.plan, description=description, job=job, device_type="cuda").peak_bytes
     assert found.memory.peak_bytes == pytest.approx(simulated, rel=WORST.get((name, in_4_bits), 0.001))
+
+
+def test_peak_of_a_replicated_block_in_4_bits_beside_shards():
+    """FSDP2 leaves packed weights of replicated blocks alone."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed; pip install 'hf_osdp[bnb]'")
+    config, compute = copy.deepcopy(MODELS["llama"]), Precision.named("bf16")
+    config.num_hidden_layers = 2
+    model = build_on_meta(config)
+    quantize(model, "nf4", compute.compute)
+    model = with_lora(model, 8)
+    description = describe(model, sequence_length=TOKENS, compute_dtype=compute.compute, device_type="cuda")
+    job = TrainingJob(global_batch_size=SAMPLES * 4, micro_batch_size=SAMPLES, precision=compute)
+    plan = plan_of(description.units, 4, "zero3", reduce_every_micro_step=False)
+    layouts = [replace(one, shard_size=1) if one.fqn.endswith("layers.0") else one for one in plan.units]
+    plan = replace(plan, units=tuple(layouts), micro_batch_size=SAMPLES, sequence_length=TOKENS)
+    simulated = simulate(model, plan, description=description, job=job, device_type="cuda").peak_bytes
+    estimate = estimate_plan(plan, description, job).memory.peak_bytes
+    assert estimate == pytest.approx(simulated, rel=0.001)

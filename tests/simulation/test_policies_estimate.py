@@ -55,8 +55,7 @@ SLOW = [
 
 @pytest.mark.parametrize("trial", slow_but([*DAILY, *SLOW], daily=DAILY), ids=str)
 def test_peak_of_each_way_to_fit(trial):
-    unexplained = trial.layout == "mixed" and "split operators" in str(trial)  # replicas beside slices: 2.1 % too low
-    trial.check(under=0.025 if unexplained else 0.005, over=0.03)
+    trial.check(under=0.005, over=0.03)
 
 
 AWAY = [

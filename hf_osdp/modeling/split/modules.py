@@ -69,10 +69,9 @@ class SplitLinear(nn.Module):
 
 
 def _split_parameter(parameter: nn.Parameter, sizes: tuple[int, ...], dim: int) -> list[nn.Parameter]:
-    """Split a parameter; contiguous slices share its memory, others are copied, because FSDP2 needs contiguous
-    parameters.
+    """Split a parameter into slices with memory of their own: FSDP2 frees what it shards, and a part of the whole weight
+    would keep all of it.
     """
-    # .data again: otherwise slices of one storage share a version counter, and each would see the others' in-place
-    # updates.
-    parts = [part.contiguous().data for part in torch.split(parameter.data, list(sizes), dim)]
-    return [nn.Parameter(part, requires_grad=parameter.requires_grad) for part in parts]
+    parts = torch.split(parameter.detach(), list(sizes), dim)
+    copies = [part.clone(memory_format=torch.contiguous_format) for part in parts]
+    return [nn.Parameter(copy, requires_grad=parameter.requires_grad) for copy in copies]
