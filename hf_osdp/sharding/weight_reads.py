@@ -50,7 +50,7 @@ class WeightReads:
         replicas: Replicas | None,
         replaced: _Parameters,
     ) -> None:
-        """Watch a model after `fully_shard`, which replaced `replaced` by shards and has ignored those of `replicas`."""
+        """Watch a model after `fully_shard`, which replaced `replaced` by shards and ignored those of `replicas`."""
         self.active = False
         """True between the first forward of the root or a unit and the end of backward."""
         self.after_evaluation = False

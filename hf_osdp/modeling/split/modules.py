@@ -69,8 +69,8 @@ class SplitLinear(nn.Module):
 
 
 def _split_parameter(parameter: nn.Parameter, sizes: tuple[int, ...], dim: int) -> list[nn.Parameter]:
-    """Split a parameter into slices with memory of their own: FSDP2 frees what it shards, and a part of the whole weight
-    would keep all of it.
+    """Split a parameter into slices with memory of their own: FSDP2 frees what it shards, and a view of the whole
+    weight would keep all of it.
     """
     parts = torch.split(parameter.detach(), list(sizes), dim)
     copies = [part.clone(memory_format=torch.contiguous_format) for part in parts]
