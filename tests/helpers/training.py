@@ -168,8 +168,11 @@ def on_device_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 def train_model(model: nn.Module, plan: Plan | None = None, *, steps: int = STEPS, **options: Any) -> Trained:
     """Train a model that is sharded already, or a whole one without a plan; options are those of `Loop`."""
-    options = {"optimizer": adamw(model), "parts": plan.accumulation_steps if plan else 1, **options}
-    loop = Loop(model=model, plan=plan, **options)
+    if "optimizer" not in options:
+        options["optimizer"] = adamw(model)
+        if plan is not None:
+            step_on_shards(options["optimizer"], model)
+    loop = Loop(model=model, plan=plan, **{"parts": plan.accumulation_steps if plan else 1, **options})
     for number in range(steps):
         loop.step(number)
     return loop.result(with_states=False)
