@@ -30,8 +30,8 @@ def compile_blocks(model: nn.Module, forms: BlockForms, units: Iterable[UnitDesc
     Only blocks that are units are compiled, not modules of their class elsewhere; without `units`, all of the class.
     """
     modules = modules_by_name(model)
-    alone = (unit for unit in units or () if unit.span is GatherSpan.USE and len(unit.module_names) == 1)
-    names = modules if units is None else [unit.module_names[0] for unit in alone]
+    in_use = (unit for unit in units or () if unit.span is GatherSpan.USE)
+    names = modules if units is None else [name for unit in in_use for name in unit.module_names]
     blocks = [modules[n] for n in names if n in modules and forms.compiles(class_of(modules[n]).__name__)]
     for module in (*blocks, *(losses_of(model) if blocks else ())):
         module.forward = CompiledForward(module)

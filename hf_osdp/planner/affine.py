@@ -89,6 +89,16 @@ class Envelope:
             hull.append(moment)
         return cls(pieces=tuple(hull) or (Affine(),))
 
+    @classmethod
+    def highest(cls, peaks: Sequence[Envelope]) -> Envelope:
+        """Return the highest of several peaks."""
+        single = None
+        if any(peak.single is not None for peak in peaks):
+            alone = ([piece(1) for piece in peak.pieces] if peak.single is None else [peak.single] for peak in peaks)
+            single = max(map(max, alone))
+        pieces = cls.above(piece for peak in peaks for piece in peak.pieces).pieces
+        return cls(pieces=pieces, single=single, scratch=tuple(moment for peak in peaks for moment in peak.scratch))
+
     def bytes(self, samples: int) -> int:
         """Return the peak as whole bytes, rounded up and never negative."""
         pieces = self.pieces if samples > 1 or self.single is None else (Affine(constant=self.single),)

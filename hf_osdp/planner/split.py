@@ -1,5 +1,5 @@
-"""Splits of a model before its units are found: operator units inside blocks, operators in slices, the loss in
-chunks.
+"""How a model is cut into units: operator units inside blocks, several blocks in a unit, operators in slices, the loss
+in chunks.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 _MOST_CHUNKS = 1024
+_MOST_BLOCKS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,8 @@ class ModelSplit:
 
     operators: bool = False
     """Whether attention, MLP and the like are units of their own, instead of whole blocks."""
+    blocks_per_unit: int = 1
+    """Most equal neighbouring blocks in a unit, which are gathered and reduced together."""
     sliced: tuple[OperatorSplit, ...] = ()
     """Operators in slices, in any order; each slice becomes a unit."""
     loss_chunks: int = 1
@@ -45,14 +48,22 @@ class ModelSplit:
             raise ValueError(
                 f"loss_chunks={self.loss_chunks!r} must be from 1 to {_MOST_CHUNKS}; 1 leaves the loss whole."
             )
+        if not 1 <= self.blocks_per_unit <= _MOST_BLOCKS:
+            raise ValueError(
+                f"blocks_per_unit={self.blocks_per_unit!r} must be from 1 to {_MOST_BLOCKS}; 1 is each block alone."
+            )
         names = [split.fqn for split in self.sliced]
         if len(set(names)) < len(names):
             name, times = Counter(names).most_common(1)[0]
             raise ValueError(f"{name!r} is split {times} times; name each operator once.")
 
     def describe(self) -> str:
-        """Return short text for tables: `blocks, loss in 8 chunks`, `operators, 8 operators in 2 to 4 slices`."""
+        """Return short text for tables: `blocks, loss in 8 chunks`, `4 blocks a unit`, `operators, 8 operators in 2 to
+        4 slices`.
+        """
         text = "operators" if self.operators else "blocks"
+        if self.blocks_per_unit > 1:
+            text = f"{self.blocks_per_unit} blocks a unit"
         if self.loss_chunks > 1:
             text += f", loss in {self.loss_chunks} chunks"
         if not self.sliced:
@@ -65,6 +76,11 @@ class ModelSplit:
     def is_none(self) -> bool:
         """Whether the model is not split."""
         return self == WHOLE_BLOCKS
+
+    @property
+    def of_single_blocks(self) -> ModelSplit:
+        """The same split, with each block in a unit of its own."""
+        return replace(self, blocks_per_unit=1)
 
     @property
     def with_whole_loss(self) -> ModelSplit:

@@ -30,11 +30,17 @@ from ..modeling.batch import training_batch
 from ..modeling.split.candidates import possible_splits
 from ..planner.cost.placement import host_of
 from ..planner.description import ModelDescription
+from ..planner.grouping import grouped
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.profile import BlockTimes, Profile
-from ..planner.search.compare import StrategyResult, choose_description, compare_strategies
+from ..planner.search.compare import (
+    StrategyResult,
+    choose_blocks_per_unit,
+    choose_description,
+    compare_strategies,
+)
 from ..planner.search.search import search
 from ..planner.shared_policies import with_policies_of
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
@@ -154,8 +160,9 @@ class ProblemBuilder:
 
     def describe(self, split: ModelSplit) -> ModelDescription:
         """Describe the model with a split, with the times of its blocks if they were measured."""
-        description = self._describer.describe(split)
-        return replace(description, timing=self._untimed) if self.times is None else self.times.on(description)
+        description = self._describer.describe(split.of_single_blocks)
+        timed = replace(description, timing=self._untimed) if self.times is None else self.times.on(description)
+        return grouped(timed, split.blocks_per_unit)
 
     def _time_blocks(self, whole: ModelDescription) -> None:
         """Take the profile's times of the blocks, or measure them where the run measures."""
@@ -206,6 +213,11 @@ class ProblemBuilder:
 
     def _best_split(self, whole: PlanningProblem) -> ModelSplit:
         """Return the split with which the model trains fastest, or none."""
+        fastest = self._fastest_split(whole)
+        problem = whole if fastest == whole.description.split else replace(whole, description=self.describe(fastest))
+        return choose_blocks_per_unit(problem, self.job.config.blocks_per_unit).split
+
+    def _fastest_split(self, whole: PlanningProblem) -> ModelSplit:
         job = self.job
         if not job.config.operator_splitting:
             return whole.description.split

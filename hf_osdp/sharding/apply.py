@@ -87,8 +87,8 @@ def apply_plan(
     plan.check(_as_description(model, units), world_size())
     found = _find_units(model, plan, units)
     compile_blocks(model, plan, [unit.description for unit in found])
-    for unit in found:
-        change_forward(unit.modules[0], unit.decision.activations)
+    for module, decision in ((module, unit.decision) for unit in found for module in unit.modules):
+        change_forward(module, decision.activations)
     if not needs_process_group(plan, mp_policy):
         return model
     if uses_host(plan) and not dist.is_initialized():
@@ -293,11 +293,11 @@ def _find_units(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]
             )
     for unit in units:
         activations = plan.decision(unit.fqn).activations
-        if activations != Activations.SAVE and (unit.span is not GatherSpan.USE or len(unit.module_names) > 1):
+        if activations != Activations.SAVE and unit.span is not GatherSpan.USE:
             raise PlanError(
                 f"Unit {unit.label!r} is not a block, but the plan recomputes or offloads its activations; plan again."
             )
-        if activations.recomputes and has_running_statistics(by_name[unit.module_names[0]]):
+        if activations.recomputes and any(has_running_statistics(by_name[name]) for name in unit.module_names):
             raise PlanError(
                 f"Unit {unit.label!r} has batch normalisation, whose running statistics its recomputation would update"
                 " twice; plan again."

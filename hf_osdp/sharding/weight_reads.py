@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ..distributed.fsdp_internals import (
     TrainingState,
     UnitGroup,
+    UnitState,
     owners,
     parameter_groups,
     unit_state,
@@ -28,9 +29,10 @@ from ..distributed.fsdp_internals import (
 )
 from ..distributed.process_group import require_all, step_group
 from ..errors import OSDPError
+from ..modeling.activations import tensors_of
 from ..modeling.step_hooks import before_step
 from ..modeling.units import modules_by_name
-from ..planner.description import UnitDescription
+from ..planner.description import GatherSpan, UnitDescription
 from .gradient_checks import ASSIGN, CREATE_GRAPH, GradientChecks
 from .replicas import Replicas
 from .unit_order import UnitOrder
@@ -71,6 +73,8 @@ class WeightReads:
         self._pinned: list[UnitGroup] = []
         self._gathered: list[UnitGroup] = []
         self._hooked: dict[int, torch.Tensor] = {}
+        several = (unit.module_names for unit in units if len(unit.module_names) > 1 and unit.span is GatherSpan.USE)
+        self._of_several = list(_with_watched_outputs([modules[name] for name in names] for names in several))
         for group in groups:
             for owner in (owner for parameter in group.fsdp_params for owner, _ in owners(parameter)):
                 if not isinstance(owner._parameters, _WatchedParameters):
@@ -140,6 +144,11 @@ class WeightReads:
         self._checks.forward_begins()
 
     def _forward_ends(self, module: nn.Module, args: object, output: object) -> None:
+        if any(state.is_incomplete for state in self._of_several):
+            raise OSDPError(
+                "Some blocks of a unit were called and others not, which this torch cannot train; plan with"
+                " blocks_per_unit=1, or install torch 2.13."
+            )
         if not torch.is_grad_enabled() and not self._pinned:
             self.end_step()
             self.active = self.after_evaluation = True
@@ -226,6 +235,23 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(super().items()),)
+
+
+def _with_watched_outputs(units: Iterable[Sequence[nn.Module]]) -> Iterator[UnitState]:
+    """Let the backward of each unit begin at the first gradient of any module's output: FSDP2 watches only the last
+    module's.
+    """
+    for modules in units:
+        if isinstance(modules[0], FSDPModule):
+            yield (state := unit_state(modules[0]))
+            for module in modules:
+                module.register_forward_hook(partial(_begins_backward, state))
+
+
+def _begins_backward(state: UnitState, module: nn.Module, args: object, output: object) -> None:
+    for tensor in tensors_of(output) if torch.is_grad_enabled() else ():
+        if tensor.requires_grad:
+            tensor.register_hook(state.begin_backward)
 
 
 def _load_as_shards(

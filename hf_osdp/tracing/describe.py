@@ -24,6 +24,7 @@ from ..modeling.wrapping import has_running_statistics
 from ..planner.affine import Affine
 from ..planner.block_forms import COUNTED_AS_EAGER
 from ..planner.description import DType, GatherSpan, ModelDescription, Segment, UnitDescription, shown_name
+from ..planner.grouping import grouped
 from ..planner.placement import Activations
 from .attention import ASSUMED_CAPABILITY, AttentionCall, Kernel, capability_here, math_kernel_warning
 from .options import DescribeOptions
@@ -62,7 +63,7 @@ def describe(model_or_config: object, **options: Any) -> ModelDescription:
     check_sequence_length(model, chosen.sequence_length)
     if chosen.split.changes_modules:
         model = split_copy(model, chosen.split)
-    return _Describer(model, chosen).describe()
+    return grouped(_Describer(model, chosen).describe(), chosen.split.blocks_per_unit)
 
 
 class _Describer:
@@ -98,7 +99,7 @@ class _Describer:
             model_name=getattr(getattr(self._model, "config", None), "_name_or_path", "") or self._name,
             model_class=self._name,
             block_classes=self._blocks,
-            split=self._options.split,
+            split=self._options.split.of_single_blocks,
             sequence_length=self._options.sequence_length,
             compute_dtype=self._dtype,
             units=units,

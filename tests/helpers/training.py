@@ -15,6 +15,7 @@ from torch import nn
 from hf_osdp.checkpoint.states import load_loop
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.mesh import Meshes, collective_device
+from hf_osdp.modeling.build import disable_cache
 from hf_osdp.modeling.split.names import is_split
 from hf_osdp.modeling.units import canonical_name, find_units
 from hf_osdp.planner.description import UnitDescription
@@ -269,6 +270,7 @@ def loop_of(
     plan, units, names, batch_of = None, (), parameter_names(model), case.batches(model)
     optimizer = case.optimizer(model) if case.rebinds else None
     if case.layout is not None:
+        disable_cache(model)  # as all roads do
         if case.prepare is not None:
             case.prepare(model)
         units = case.units(model)

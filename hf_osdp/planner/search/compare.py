@@ -11,6 +11,7 @@ from typing import Any
 from ...errors import DescriptionError, InfeasibleError
 from ...quantities import format_bytes
 from ..description import ModelDescription
+from ..grouping import SIZES, grouped
 from ..hardware import DDP_OPERATORS, FSDP_OPERATORS
 from ..placement import HOST_OPTIONS
 from ..problem import PlanningProblem, Strategy
@@ -160,6 +161,28 @@ def choose_description(
         rank = _rank(replace(problem, description=description), cutoff_s=math.inf if best[0] else best[1])
         if rank < best:
             best, chosen = rank, description
+    return chosen
+
+
+def choose_blocks_per_unit(problem: PlanningProblem, asked: int | None = None) -> ModelDescription:
+    """Return the description with as many blocks a unit as are asked for; for None with 1 or that number of `SIZES`
+    whose best plan is fastest.
+
+    Fewer blocks a unit take less memory, and are the simpler plan: more are taken only where a step is shorter by
+    `NEAR`. Single strategies, a single process and models of which no plan fits keep single blocks.
+    """
+    chosen = problem.description
+    if asked is not None:
+        return grouped(chosen, asked)
+    if problem.strategy is not Strategy.OSDP or problem.hardware.world_size == 1:
+        return chosen
+    is_short_of_memory, best_s = _rank(problem)
+    for blocks in () if is_short_of_memory else SIZES:
+        if (description := grouped(problem.description, blocks)) is problem.description:
+            break
+        worse, step_s = _rank(replace(problem, description=description), cutoff_s=best_s / NEAR)
+        if not worse:
+            chosen, best_s = description, step_s
     return chosen
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache, partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from torch.nn import functional as F
 
 from hf_osdp.modeling.split.loss_chunks import chunk_loss
 from hf_osdp.modeling.split.operators import split_operators
+from hf_osdp.modeling.units import find_units
+from hf_osdp.planner.description import UnitDescription
+from hf_osdp.planner.grouping import as_one
 from hf_osdp.planner.split import OperatorSplit
 from tests.helpers.layouts import LAYOUTS
 from tests.helpers.models import MODELS, tiny_model
@@ -67,6 +71,45 @@ CASES |= {
     **{f"{model}, everything on 2": Case(model=of(model), layout="everything") for model in MODELS},
     **{f"bert, {layout} on 2": Case(model=of("bert"), layout=layout, slow=True) for layout in LAYOUTS[:-2]},
     **{f"{model}, compiled on 2": Case(model=of(model), layout="compiled", slow=True) for model in MODELS},
+}  # fmt: skip
+
+
+# ---- several blocks in a unit
+
+
+def joined(blocks: int, model: nn.Module, **options: Any) -> tuple[UnitDescription, ...]:
+    """Return a model's units, so many neighbouring blocks in one."""
+    units: list[UnitDescription] = []
+    for _, row in groupby(
+        find_units(model, **options), key=lambda unit: (unit.class_name, unit.fqn.rpartition(".")[0])
+    ):
+        parts = list(row)
+        step = blocks if len(parts) > 1 else 1
+        units += [as_one(parts[start : start + step]) for start in range(0, len(parts), step)]
+    return tuple(units)
+
+
+def early_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A loss of the first block's output, and of that before the last block."""
+    states = model(input_ids=batch["input_ids"], output_hidden_states=True).hidden_states
+    return states[1].square().mean() + states[-3].pow(3).mean()
+
+
+IN_PAIRS, IN_THREES = partial(joined, 2), partial(joined, 3)
+CASES |= {
+    **{f"{model}, {layout}, two blocks a unit": Case(model=of(model), layout=layout, world=4, units=IN_PAIRS)
+       for model, layout in (("gpt2", "everything"), ("bert", "mixed"), ("llama", "zero3"))},
+    "gpt2, everything, two blocks a unit, holds": Case(
+        layout="everything", units=IN_PAIRS, accumulation_steps=2, reduce=False,
+    ),
+    "gpt2, zero3, three blocks a unit, accumulates": Case(layout="zero3", units=IN_THREES, accumulation_steps=2),
+    "gpt2, replicate, three blocks a unit": Case(layout="replicate", units=IN_THREES),
+    "gpt2, mixed, two blocks a unit, checkpointing": Case(world=4, units=IN_PAIRS, prepare=wrap_blocks),
+    "gpt2, compiled, two blocks a unit": Case(layout="compiled", units=IN_PAIRS, slow=True),
+    "llama, loss of early blocks, two a unit": Case(
+        model=of("llama"), layout="zero3", units=IN_PAIRS, loss=early_loss, max_norm=1e-4,
+    ),
+    "gpt2, loss of early blocks, three a unit": Case(layout="zero2", units=IN_THREES, loss=early_loss, max_norm=1e-4),
 }  # fmt: skip
 
 

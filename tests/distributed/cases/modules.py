@@ -5,6 +5,7 @@ batches in turn. Dropped layers, tasks, pictures, experts without tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -18,6 +19,8 @@ from hf_osdp.tracing.pictures import UsualBatch
 from tests.helpers.small_models import InDouble
 from tests.helpers.training import Case, Loop
 from tests.helpers.vision import tiny_vision
+
+from .layouts import joined
 
 WIDTH, STEPS = 8, 4
 Batch = dict[str, Any]
@@ -162,6 +165,12 @@ CASES |= {
     for layout in ("zero3", "replicate", "mixed")
     for name, reduce in (("holds", False), ("reduces", True), ("by unit", None))
 }
+CASES |= {
+    f"{kind.__name__}, {layout}, blocks joined": replace(
+        case(kind, layout), units=partial(joined, 3, block_classes=["Block"]), slow=layout != "zero3"
+    )
+    for kind in (pictures, dropped_layers, tasks, orders) for layout in ("zero3", "mixed")
+}  # fmt: skip
 # Replicas wait for the last micro-step with their all-reduce, for which FSDP2 needs a gradient there.
 CASES |= {f"early micro-steps, {layout}": case(pictures_early, layout, k=2) for layout in ("replicate", "mixed")}
 

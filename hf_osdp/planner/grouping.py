@@ -1,0 +1,138 @@
+"""Several blocks in one unit: FSDP2 gathers and reduces them together, which takes the host less time and the device
+more memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from itertools import groupby
+
+from .affine import Affine, Envelope
+from .cost.units import shape_ids
+from .description import GatherSpan, ModelDescription, PhaseCost, RecomputedSegment, Segment, UnitDescription
+
+SIZES = (2, 4, 8)
+"""Numbers of blocks in a unit that the planner tries."""
+
+
+def grouped(description: ModelDescription, blocks: int) -> ModelDescription:
+    """Return the model with up to `blocks` neighbouring equal blocks in each unit; the same description if no two
+    blocks are equal neighbours, or blocks are cut into smaller units.
+
+    A unit of several blocks has their costs one after the other. Its gradients come together: those of a block are
+    live until the backward of the unit's first block has ended.
+    """
+    is_cut = description.split.operators or description.split.cuts_parameters
+    runs = [run for run in _runs(description) if len(run) > 1] if blocks > 1 and not is_cut else []
+    if not runs:
+        return description
+    parts = [run[start : start + blocks] for run in runs for start in range(0, len(run), blocks)]
+    first = {part[0]: part for part in parts}
+    later = {index for part in parts for index in part[1:]}
+    units, segments = description.units, description.segments
+    joined = {segments[index].unit: [units[segments[i].unit] for i in part] for index, part in first.items()}
+    dropped = {segments[index].unit for index in later}
+    kept = [index for index in range(len(units)) if index not in dropped]
+    number = {unit: index for index, unit in enumerate(kept)}
+    gradients = [_gradient_bytes(description, units[segment.unit]) for segment in segments]
+    chains = {index: _after_each_other([segments[i] for i in part], [gradients[i] for i in part])
+              for index, part in first.items()}  # fmt: skip
+    return replace(
+        description,
+        split=replace(description.split, blocks_per_unit=blocks),
+        units=tuple(as_one(joined[index]) if index in joined else units[index] for index in kept),
+        segments=tuple(
+            replace(chains.get(index, segment), unit=number[segment.unit])
+            for index, segment in enumerate(segments)
+            if index not in later
+        ),
+    )
+
+
+def _runs(description: ModelDescription) -> Iterator[list[int]]:
+    """Yield the indices of segments of equal blocks, each called once, that follow each other."""
+    units, shapes = description.units, shape_ids(description.units)
+    calls = [segment.unit for segment in description.segments]
+
+    def kind(index: int) -> tuple[object, ...]:
+        unit = units[calls[index]]
+        is_block = unit.span is GatherSpan.USE and unit.class_name in description.block_classes
+        if not is_block or unit.ends_late or len(unit.module_names) > 1 or calls.count(calls[index]) > 1:
+            return (index,)
+        policies = tuple(policy.recomputation for policy in description.segments[index].recomputed)
+        return shapes[calls[index]], unit.class_name, unit.fqn.rpartition(".")[0], policies
+
+    return (list(run) for _, run in groupby(range(len(calls)), key=kind))
+
+
+def as_one(units: Sequence[UnitDescription]) -> UnitDescription:
+    """Return several units as one."""
+    return replace(
+        units[0],
+        fqn="+".join(unit.fqn for unit in units),
+        module_names=tuple(name for unit in units for name in unit.module_names),
+        parameters=tuple(parameter for unit in units for parameter in unit.parameters),
+        shared=tuple(names for unit in units for names in unit.shared),
+    )
+
+
+def _gradient_bytes(description: ModelDescription, unit: UnitDescription) -> Affine:
+    """Return the bytes of a block's gradients, as backward makes them."""
+    compute = description.compute_dtype
+    dtypes = ((p, p.dtype if p.keeps_dtype else compute) for p in unit.trainable)
+    return Affine(constant=sum(p.numel * dtype.itemsize for p, dtype in dtypes))
+
+
+def _after_each_other(segments: Sequence[Segment], gradients: Sequence[Affine]) -> Segment:
+    """Return segments as one, of which forward runs each in turn, and backward from the last to the first."""
+    chain = _chained(segments, gradients)
+    policies = zip(*(segment.recomputed for segment in segments), strict=True)
+    return replace(
+        chain,
+        recomputed=tuple(
+            RecomputedSegment(
+                recomputation=each[0].recomputation, costs=_chained([one.costs for one in each], gradients)
+            )
+            for each in policies
+        ),
+    )
+
+
+def _chained(segments: Sequence[Segment], gradients: Sequence[Affine]) -> Segment:
+    saved, forward, backward = Affine(), list[Envelope](), list[Envelope]()
+    for segment in segments:
+        forward.append(segment.forward.peak_bytes.plus(saved))
+        saved = saved.plus(segment.saved_bytes)
+    level = Affine()
+    for segment, own in reversed(list(zip(segments, gradients, strict=True))):
+        backward.append(segment.backward.peak_bytes.plus(level))
+        level = level.plus(own).plus(segment.saved_bytes.scaled(-1, constants=True))
+    return replace(
+        segments[0],
+        saved_bytes=saved,
+        held_bytes=_sum([segment.held_bytes for segment in segments]),
+        own_saved_bytes=_sum([segment.own_saved_bytes for segment in segments]),
+        sent_bytes=_sum([segment.sent_bytes for segment in segments]),
+        gradients=tuple(dict.fromkeys(name for segment in segments for name in segment.gradients)),
+        forward=_in_turn([segment.forward for segment in segments], forward),
+        backward=_in_turn([segment.backward for segment in segments], backward),
+        recomputed=(),
+    )
+
+
+def _in_turn(phases: Sequence[PhaseCost], peaks: Sequence[Envelope]) -> PhaseCost:
+    work = [one.name for one in fields(PhaseCost) if one.name not in ("peak_bytes", "seconds")]
+    seconds = [phase.seconds for phase in phases if phase.seconds is not None]
+    return PhaseCost(
+        peak_bytes=Envelope.highest(peaks),
+        **{name: _sum([getattr(phase, name) for phase in phases]) for name in work},
+        seconds=_sum(seconds) if len(seconds) == len(phases) else None,
+    )
+
+
+def _sum(values: Sequence[Affine]) -> Affine:
+    total = Affine()
+    for value in values:
+        total = total.plus(value)
+    return total
