@@ -21,7 +21,7 @@ def grouped(description: ModelDescription, blocks: int) -> ModelDescription:
     blocks are equal neighbours, or blocks are cut into smaller units.
 
     A unit of several blocks has their costs one after the other. Its gradients come together: those of a block are
-    live until the backward of the unit's first block has ended.
+    live until the backward of the unit's first block has ended. Its activations are not offloaded.
     """
     is_cut = description.split.operators or description.split.cuts_parameters
     runs = [run for run in _runs(description) if len(run) > 1] if blocks > 1 and not is_cut else []
@@ -112,8 +112,8 @@ def _chained(segments: Sequence[Segment], gradients: Sequence[Affine]) -> Segmen
         segments[0],
         saved_bytes=saved,
         held_bytes=_sum([segment.held_bytes for segment in segments]),
-        own_saved_bytes=_sum([segment.own_saved_bytes for segment in segments]),
-        sent_bytes=_sum([segment.sent_bytes for segment in segments]),
+        own_saved_bytes=Affine(),
+        sent_bytes=Affine(),
         gradients=tuple(dict.fromkeys(name for segment in segments for name in segment.gradients)),
         forward=_in_turn([segment.forward for segment in segments], forward),
         backward=_in_turn([segment.backward for segment in segments], backward),

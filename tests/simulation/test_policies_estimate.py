@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 
+from hf_osdp.planner.description import GatherSpan
 from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.split import ModelSplit, OperatorSplit
 from hf_osdp.planner.training_job import OptimizerStep
@@ -55,6 +56,27 @@ SLOW = [
 
 @pytest.mark.parametrize("trial", slow_but([*DAILY, *SLOW], daily=DAILY), ids=str)
 def test_peak_of_each_way_to_fit(trial):
+    trial.check(under=0.005, over=0.03)
+
+
+JOINED = [
+    Trial(model=model, layout=layout, length=32, precision=precision, split=ModelSplit(blocks_per_unit=blocks), **ways)
+    for model, layout, precision, blocks, ways in (
+        ("llama", "zero3", "bf16", 2, {"activations": (RECOMPUTE,)}),
+        ("gpt2", "mixed", "no", 3, {}),
+        ("llama", "zero3", "no", 4, {}),
+        ("llama", "zero2", "bf16", 2, {"steps": 2}),
+        ("bert", "hsdp", "bf16", 2, {"steps": 2}),
+        ("bert", "ddp", "bf16", 3, {"steps": 2}),
+        ("dropout", "zero3", "no", 3, {}),
+        ("dropout", "mixed", "bf16", 2, {"activations": (SAVE, RECOMPUTE)}),
+    )
+]
+
+
+@pytest.mark.parametrize("trial", slow_but(JOINED, daily=JOINED[:2]), ids=str)
+def test_peak_of_several_blocks_in_a_unit(trial):
+    assert any(len(unit.module_names) > 1 and unit.span is GatherSpan.USE for unit in trial.description.units)
     trial.check(under=0.005, over=0.03)
 
 
