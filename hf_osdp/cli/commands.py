@@ -88,8 +88,11 @@ def compare(request: Request, json_file: JsonFile = None, plot: PlotFile = None)
     )
     if plot is not None:
         most = hardware.room_bytes(hardware.device.memory_bytes)
-        whole = replace(problem, memory_limit_bytes=most, strategy=Strategy.OSDP)
+        single = problem.description.split.of_single_blocks == case.found.whole.split
+        description = case.found.whole if single else problem.description
+        asked = replace(problem, description=description, memory_limit_bytes=most, strategy=Strategy.OSDP)
         with screen.working("Searching for more and less memory"):
-            front = frontier(whole, [row.result for row in rows if row.result is not None])
+            others = [row.result for row in rows if row.result is not None]
+            front = frontier(asked, others, blocks_per_unit=case.found.builder.job.config.blocks_per_unit)
         content["front"] = [outcome_content(result.plan) for result in front]
     screen.write(content)

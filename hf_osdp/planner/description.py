@@ -162,8 +162,14 @@ def shard_dim(shape: Sequence[int], shard_size: int) -> int:
 
 
 def shown_name(fqn: str) -> str:
-    """Return a unit's name for tables and messages: without the prefix of peft's wrappers, `(root)` for the root."""
-    return "+".join(name.removeprefix(_PEFT_PREFIX) for name in fqn.split("+")) or "(root)"
+    """Return a unit's name for tables and messages: without the prefix of peft's wrappers, `(root)` for the root,
+    `transformer.h.0-3` for four blocks.
+    """
+    names = [name.removeprefix(_PEFT_PREFIX) for name in fqn.split("+")]
+    start, _, first = names[0].rpartition(".")
+    if first.isdecimal() and names[1:] == [f"{start}.{int(first) + i}" for i in range(1, len(names))] != []:
+        return f"{names[0]}-{int(first) + len(names) - 1}"
+    return "+".join(names) or "(root)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

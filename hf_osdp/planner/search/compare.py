@@ -112,8 +112,11 @@ def best_of(problem: PlanningProblem, variant: str = "") -> StrategyResult:
         return StrategyResult(strategy=strategy, result=None, reason=reason, variant=variant)
 
 
-def frontier(problem: PlanningProblem, others: Iterable[SearchResult] = ()) -> tuple[SearchResult, ...]:
-    """Return points of the Pareto front of peak memory and throughput, by rising peak, up to the problem's limit.
+def frontier(
+    problem: PlanningProblem, others: Iterable[SearchResult] = (), *, blocks_per_unit: int | None = 1
+) -> tuple[SearchResult, ...]:
+    """Return points of the Pareto front of peak memory and throughput, by rising peak, up to the problem's limit, with
+    so many blocks a unit or, for None, at each limit with the fastest number (`choose_blocks_per_unit`).
 
     Each point is the fastest plan under some limit (the ε-constraint method: Haimes, Lasdon, Wismer 1971): `POINTS`
     limits in equal ratios, from the least that some plan meets to the peak of the fastest plan, and the peak of each
@@ -123,13 +126,18 @@ def frontier(problem: PlanningProblem, others: Iterable[SearchResult] = ()) -> t
         InfeasibleError: no plan fits the problem's limit.
     """
     problem = replace(problem, hardware=problem.hardware.with_margin(0.0), simplicity=0.0)
-    most, least = search(problem).peak_bytes, least_memory(problem)
+
+    def fastest(limit: int) -> SearchResult:
+        limited = replace(problem, memory_limit_bytes=limit)
+        return search(replace(limited, description=choose_blocks_per_unit(limited, blocks_per_unit)))
+
+    most, least = fastest(problem.memory_limit_bytes).peak_bytes, least_memory(problem)
     ratio = (most / least) ** (1 / (POINTS - 1))
     limits = {most, *(int(least * ratio**step) for step in range(POINTS - 1))}
     limits |= {other.peak_bytes for other in others if other.peak_bytes > least}
     front: list[SearchResult] = []
     for limit in sorted(limits):
-        found = search(replace(problem, memory_limit_bytes=limit))
+        found = fastest(limit)
         if not front or found.time.step_s < front[-1].time.step_s:
             front.append(found)
     return tuple(front)

@@ -36,7 +36,7 @@ DEVICES = ("--device", "titan-rtx", "--devices-per-node", "4")
 HARDWARE = preset("titan-rtx", devices_per_node=4)
 LIMIT = HARDWARE.limit_for(HARDWARE.unavoidable_bytes + 13 * 2**19)
 OPTIONS = (*SIZES, *DEVICES, "--memory-limit", str(LIMIT))
-WHOLE = (*OPTIONS, "--no-operator-splitting")
+WHOLE = (*OPTIONS, "--no-operator-splitting", "--blocks-per-unit", 1)
 JOB = TrainingJob(global_batch_size=32)
 
 
