@@ -75,7 +75,7 @@ def of_model(model: str, micro_steps: Sequence[int], rounds: int) -> dict[int, _
     from .ranks import is_ready, start
     from .variants import VARIANTS
 
-    started = [start(variant, model) for variant in VARIANTS if variant.make is not None]
+    started = [start(variant, model) for variant in VARIANTS]
     ready = [ranks for ranks in started if is_ready(ranks)]
     found: dict[int, dict[str, list[float]]] = {}
     for number in micro_steps:
@@ -101,7 +101,7 @@ def show(columns: Mapping[tuple[str, int], _Times]) -> int:
         for times in columns.values():
             own, other = times.get(variant.title), times.get(variant.against)
             ratio = statistics.median(a / b for a, b in zip(own, other, strict=True)) if own and other else None
-            over = variant.aim is not None and variant.make is not None and (ratio is None or ratio > variant.aim)
+            over = variant.aim is not None and (ratio is None or ratio > variant.aim)
             missed |= over
             ratios.append("-" if ratio is None else f"{ratio:.2f}")
             ms = f"{1e3 * statistics.median(own):5.1f}" if own else "    -"

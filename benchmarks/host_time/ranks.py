@@ -39,7 +39,6 @@ def _serve(pipe: Connection, rank: int, variant: Variant, model: str) -> None:
     torch.cuda.set_device(rank)
     if variant.launched:
         dist.init_process_group("cpu:gloo,cuda:nccl")
-    assert variant.make is not None
     training = variant.make(model)
     for _ in range(training.untimed):
         training.step(1)

@@ -26,7 +26,7 @@ from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.environment import move_to_device, mp_policy, prepare_model
 from hf_osdp.sharding.gradients import clip_grad_norm_
 from hf_osdp.sharding.steps import micro_step
-from tests.helpers.layouts import _is_block, plan_of
+from tests.helpers.layouts import _is_block, joined, plan_of
 from tests.helpers.steps import make_optimizer
 
 NAMES = ("GPT-2 medium", "BERT large", "Llama 1B")
@@ -124,13 +124,13 @@ class Ours(Plain):
     autocasts = False
     plan: Plan
 
-    def __init__(self, name: str, *, layouts: Sequence[tuple[bool, bool]]) -> None:
-        self.layouts = layouts
+    def __init__(self, name: str, *, layouts: Sequence[tuple[bool, bool]], blocks: int = 1) -> None:
+        self.layouts, self.blocks = layouts, blocks
         super().__init__(name)
 
     def wrapped(self, model: nn.Module) -> nn.Module:
         prepare_model(model, BF16)
-        self.units, world = find_units(model), dist.get_world_size()
+        self.units, world = joined(self.blocks, model), dist.get_world_size()
         plan = plan_of(self.units, world, "zero3", reduce_every_micro_step=False)
         decisions = tuple(
             replace(decision, shard_size=world if shards else 1, reshard_after_forward=frees)
@@ -173,8 +173,8 @@ class Variant:
     """A row of the table."""
 
     title: str
-    make: Callable[[str], Plain] | None
-    """From a model's name; None if there is no code for it yet."""
+    make: Callable[[str], Plain]
+    """From a model's name."""
     ranks: int = 2
     launched: bool = True
     """Whether the processes have the variables of torchrun."""
@@ -198,5 +198,5 @@ VARIANTS = (
     Variant(title=_FREED, make=partial(StockFSDP2, keep=False)),
     Variant(title="sharded, freed", make=partial(Ours, layouts=((True, True),)), against=_FREED, aim=0.85),
     Variant(title="1 in 3 replicated", make=partial(Ours, layouts=_MIXED), against=_FREED, aim=0.7),
-    Variant(title="4 blocks a unit", make=None, against=_FREED, aim=0.6),
+    Variant(title="4 blocks a unit", make=partial(Ours, layouts=((True, True),), blocks=4), against=_FREED, aim=0.6),
 )  # fmt: skip

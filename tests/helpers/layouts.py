@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
+from typing import Any
 
 from torch import nn
 
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, Recomputation, UnitDescription
+from hf_osdp.planner.grouping import as_one
 from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.plan import Plan, UnitDecision
 
@@ -42,6 +45,17 @@ def plan_of(
         accumulation_steps=accumulation_steps, model_fingerprint=any_description.fingerprint,
         compiled_classes=tuple(compiled),
     )  # fmt: skip
+
+
+def joined(blocks: int, model: nn.Module, **options: Any) -> tuple[UnitDescription, ...]:
+    """Return a model's units, so many neighbouring blocks in one."""
+    rows = groupby(find_units(model, **options), key=lambda unit: (unit.class_name, unit.fqn.rpartition(".")[0]))
+    units: list[UnitDescription] = []
+    for _, row in rows:
+        parts = list(row)
+        step = blocks if len(parts) > 1 else 1
+        units += [as_one(parts[start : start + step]) for start in range(0, len(parts), step)]
+    return tuple(units)
 
 
 def _is_block(unit: UnitDescription) -> bool:

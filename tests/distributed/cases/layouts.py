@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache, partial
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -13,11 +12,8 @@ from torch.nn import functional as F
 
 from hf_osdp.modeling.split.loss_chunks import chunk_loss
 from hf_osdp.modeling.split.operators import split_operators
-from hf_osdp.modeling.units import find_units
-from hf_osdp.planner.description import UnitDescription
-from hf_osdp.planner.grouping import as_one
 from hf_osdp.planner.split import OperatorSplit
-from tests.helpers.layouts import LAYOUTS
+from tests.helpers.layouts import LAYOUTS, joined
 from tests.helpers.models import MODELS, tiny_model
 from tests.helpers.training import Case, Change, adamw
 
@@ -75,18 +71,6 @@ CASES |= {
 
 
 # ---- several blocks in a unit
-
-
-def joined(blocks: int, model: nn.Module, **options: Any) -> tuple[UnitDescription, ...]:
-    """Return a model's units, so many neighbouring blocks in one."""
-    units: list[UnitDescription] = []
-    for _, row in groupby(
-        find_units(model, **options), key=lambda unit: (unit.class_name, unit.fqn.rpartition(".")[0])
-    ):
-        parts = list(row)
-        step = blocks if len(parts) > 1 else 1
-        units += [as_one(parts[start : start + step]) for start in range(0, len(parts), step)]
-    return tuple(units)
 
 
 def early_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -16,11 +16,10 @@ from torch import nn
 from hf_osdp.modeling.build import disable_cache
 from hf_osdp.modeling.units import find_units
 from hf_osdp.tracing.pictures import UsualBatch
+from tests.helpers.layouts import joined
 from tests.helpers.small_models import InDouble
 from tests.helpers.training import Case, Loop
 from tests.helpers.vision import tiny_vision
-
-from .layouts import joined
 
 WIDTH, STEPS = 8, 4
 Batch = dict[str, Any]
