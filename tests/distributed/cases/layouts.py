@@ -73,10 +73,10 @@ CASES |= {
 # ---- several blocks in a unit
 
 
-def early_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A loss of the first block's output, and of that before the last block."""
+def early_loss(model: nn.Module, batch: dict[str, torch.Tensor], *, last: int) -> torch.Tensor:
+    """A loss of the outputs of the first block and of a later one; no loss reads those of the blocks after it."""
     states = model(input_ids=batch["input_ids"], output_hidden_states=True).hidden_states
-    return states[1].square().mean() + states[-3].pow(3).mean()
+    return states[1].square().mean() + states[last].pow(3).mean()
 
 
 IN_PAIRS, IN_THREES = partial(joined, 2), partial(joined, 3)
@@ -91,9 +91,12 @@ CASES |= {
     "gpt2, mixed, two blocks a unit, checkpointing": Case(world=4, units=IN_PAIRS, prepare=wrap_blocks),
     "gpt2, compiled, two blocks a unit": Case(layout="compiled", units=IN_PAIRS, slow=True),
     "llama, loss of early blocks, two a unit": Case(
-        model=of("llama"), layout="zero3", units=IN_PAIRS, loss=early_loss, max_norm=1e-4,
+        model=of("llama"), layout="zero3", units=IN_PAIRS, loss=partial(early_loss, last=3),
+        max_norm=1e-4,
     ),
-    "gpt2, loss of early blocks, three a unit": Case(layout="zero2", units=IN_THREES, loss=early_loss, max_norm=1e-4),
+    "gpt2, loss of early blocks, three a unit": Case(
+        layout="zero3", units=IN_THREES, loss=partial(early_loss, last=2), max_norm=1e-4,
+    ),
 }  # fmt: skip
 
 
