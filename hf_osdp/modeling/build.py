@@ -102,6 +102,13 @@ def disable_cache(model: nn.Module) -> bool:
     return bool(switched)
 
 
+def drops_layers(model: nn.Module) -> bool:
+    """Return whether forward leaves out layers at random (LayerDrop), by transformers' names for it."""
+    names = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+    configs = (config for module in model.modules() if (config := getattr(module, "config", None)) is not None)
+    return any(getattr(config, name, None) for config in configs for name in names)
+
+
 def is_checkpointed(model: nn.Module) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
 

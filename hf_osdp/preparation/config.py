@@ -123,7 +123,7 @@ class OSDPConfig(Decisions):
     """Split blocks into operator units, and operators into slices, if memory is short and that makes steps faster."""
     blocks_per_unit: int | None = None
     """Most equal blocks in a unit, which are gathered and reduced together: fewer messages and less work for the CPU,
-    but more memory. Default: 1, 2, 4 or 8, whichever trains fastest.
+    but more memory. Default: 1, 2, 4 or 8, whichever trains fastest; 1 for models that leave out layers at random.
     """
     split_vocabulary: bool | None = None
     """Compute the loss in chunks where that pays; outputs.logits are then computed when they are read. Default: as

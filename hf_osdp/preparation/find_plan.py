@@ -27,6 +27,7 @@ from ..errors import (
 )
 from ..measurement.block_times import TimedModel
 from ..modeling.batch import training_batch
+from ..modeling.build import drops_layers
 from ..modeling.split.candidates import possible_splits
 from ..planner.cost.placement import host_of
 from ..planner.description import ModelDescription
@@ -215,7 +216,10 @@ class ProblemBuilder:
         """Return the split with which the model trains fastest, or none."""
         fastest = self._fastest_split(whole)
         problem = whole if fastest == whole.description.split else replace(whole, description=self.describe(fastest))
-        return choose_blocks_per_unit(problem, self.job.config.blocks_per_unit).split
+        asked = self.job.config.blocks_per_unit
+        if asked is None and drops_layers(self.model):  # FSDP2 frees a unit when all of its blocks were called
+            asked = 1
+        return choose_blocks_per_unit(problem, asked).split
 
     def _fastest_split(self, whole: PlanningProblem) -> ModelSplit:
         job = self.job

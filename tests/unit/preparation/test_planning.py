@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, WhisperConfig, WhisperForConditionalGeneration
 
 from hf_osdp.errors import HardwareError, InfeasibleError, PlanError
 from hf_osdp.planner.plan import Plan
@@ -16,7 +16,7 @@ from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile
 from hf_osdp.preparation.cache import describe_once
 from hf_osdp.preparation.config import OSDPConfig
-from hf_osdp.preparation.find_plan import Describer, find_plan
+from hf_osdp.preparation.find_plan import Describer, ProblemBuilder, find_plan
 from hf_osdp.preparation.plan_run import PlannedRun, plan_run
 from tests.helpers.problems import run_job
 
@@ -128,3 +128,24 @@ def test_inputs_of_the_user_are_planned_with():
 def test_inputs_that_make_no_batch_are_refused(batch, line):
     with pytest.raises(ValueError, match=line):
         planned(Scores(), inputs=lambda samples: batch)
+
+
+def test_plan_of_several_blocks_a_unit_is_found_and_given(model):
+    run = planned(model, blocks_per_unit=2)
+    assert "transformer.h.0+transformer.h.1" in {unit.fqn for unit in run.plan.units}
+    assert planned(model, plan=run.plan).units == run.units
+
+
+def test_models_that_leave_out_layers_keep_single_blocks():
+    sizes = {"d_model": 8, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": 61, "num_mel_bins": 8}
+    config = WhisperConfig(
+        encoder_layers=4, decoder_layers=4, encoder_attention_heads=2, decoder_attention_heads=2, pad_token_id=1,
+        max_source_positions=8, max_target_positions=16, bos_token_id=0, eos_token_id=2, decoder_start_token_id=2,
+        **sizes,
+    )  # fmt: skip
+    model = WhisperForConditionalGeneration(config)
+    job = run_job(OSDPConfig(sequence_length=16, global_batch_size=4), world_size=4, device_type="cuda")
+    builder = ProblemBuilder(model, job, hardware=preset("h100", devices_per_node=4))
+    assert builder._best_split(builder.build()).blocks_per_unit > 1
+    config.decoder_layerdrop = 0.1
+    assert builder._best_split(builder.build()).blocks_per_unit == 1
