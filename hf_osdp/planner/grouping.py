@@ -4,6 +4,7 @@ more memory.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import groupby
@@ -54,11 +55,12 @@ def _runs(description: ModelDescription) -> Iterator[list[int]]:
     """Yield the indices of segments of equal blocks, each called once, that follow each other."""
     units, shapes = description.units, shape_ids(description.units)
     calls = [segment.unit for segment in description.segments]
+    times = Counter(calls)
 
     def kind(index: int) -> tuple[object, ...]:
         unit = units[calls[index]]
         is_block = unit.span is GatherSpan.USE and unit.class_name in description.block_classes
-        if not is_block or unit.ends_late or len(unit.module_names) > 1 or calls.count(calls[index]) > 1:
+        if not is_block or unit.ends_late or len(unit.module_names) > 1 or times[calls[index]] > 1:
             return (index,)
         policies = tuple(policy.recomputation for policy in description.segments[index].recomputed)
         return shapes[calls[index]], unit.class_name, unit.fqn.rpartition(".")[0], policies

@@ -101,7 +101,7 @@ def test_measured_peak_is_estimated_with_and_without_earlier_workspaces(made_bef
         peak_bytes, stats = measured_peak(plan, setting), torch.cuda.memory_stats()
     estimate = estimate_plan(plan, setting.description, setting.job).memory
     asked, given = (stats[f"{name}_bytes.all.peak"] for name in ("requested", "allocated"))
-    assert asked - CUBLAS_BYTES == pytest.approx(estimate.peak_bytes, rel=5e-3)
+    assert asked - CUBLAS_BYTES == pytest.approx(estimate.peak_bytes, rel=1e-4)
     # at the peak two blocks are 1 MiB larger than was asked: tensors, or one is the workspace that this run has made
     assert given - asked < 2 * 2**20
     assert asked - CUBLAS_BYTES < peak_bytes <= given - CUBLAS_BYTES
