@@ -88,11 +88,10 @@ def compare(request: Request, json_file: JsonFile = None, plot: PlotFile = None)
     )
     if plot is not None:
         most = hardware.room_bytes(hardware.device.memory_bytes)
-        single = problem.description.split.of_single_blocks == case.found.whole.split
-        description = case.found.whole if single else problem.description
-        asked = replace(problem, description=description, memory_limit_bytes=most, strategy=Strategy.OSDP)
+        single = case.found.of_single_blocks
+        asked = replace(problem, description=single, memory_limit_bytes=most, strategy=Strategy.OSDP)
         with screen.working("Searching for more and less memory"):
             others = [row.result for row in rows if row.result is not None]
-            front = frontier(asked, others, blocks_per_unit=case.found.builder.job.config.blocks_per_unit)
+            front = frontier(asked, others, blocks_per_unit=case.found.builder.blocks_per_unit)
         content["front"] = [outcome_content(result.plan) for result in front]
     screen.write(content)

@@ -22,6 +22,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 __all__ = ["AllGather", "DefaultAllGather", "DefaultReduceScatter", "FSDPParam", "ReduceScatter", "TrainingState"]
 
 
+JOINS_BLOCKS = hasattr(FSDPState, "_force_complete_incomplete_states")
+"""Whether FSDP2 casts the inputs of each module of a unit, and ends a forward that has called only some of them: since
+torch 2.13.
+"""
+
+
 class UnitGroup(FSDPParamGroup):
     """A unit's parameters, which FSDP2 gathers and reduces at once."""
 
@@ -102,20 +108,14 @@ class UnitState(FSDPState):
     begins: Callable[[list[UnitGroup]], AbstractContextManager[None]]
     ends: Callable[[], AbstractContextManager[None]]
     """Contexts for the beginning of the unit's backward, and for the end of the whole backward."""
-    modules = property(lambda self: self._modules)
     begin = FSDPState._lazy_init
     """Sets up FSDP2, which does so only when the root is called first."""
     end_later = FSDPState._register_root_post_backward_final_callback
     """Lets FSDP2 end this backward, which it does only for units that were called."""
 
-    @property
-    def is_incomplete(self) -> bool:
-        """Whether forward has called some of the unit's modules and waits for the others."""
-        return bool(getattr(self, "_modules_to_run_forward", None))
-
     def begin_backward(self, gradient: torch.Tensor) -> None:
         """Begin the unit's backward, if that has not happened."""
-        if self._training_state is not TrainingState.PRE_BACKWARD:
+        if any(group.state is not TrainingState.PRE_BACKWARD for group in parameter_groups(self._modules[0])):
             self._pre_backward(gradient)
 
     def _pre_backward(self, grad: torch.Tensor) -> torch.Tensor:

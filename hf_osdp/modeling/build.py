@@ -104,9 +104,9 @@ def disable_cache(model: nn.Module) -> bool:
 
 def drops_layers(model: nn.Module) -> bool:
     """Return whether forward leaves out layers at random (LayerDrop), by transformers' names for it."""
-    names = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
-    configs = (config for module in model.modules() if (config := getattr(module, "config", None)) is not None)
-    return any(getattr(config, name, None) for config in configs for name in names)
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    settings = (setting for config in configs.values() for setting in vars(config).items())
+    return any(name.endswith("layerdrop") and bool(value) for name, value in settings)
 
 
 def is_checkpointed(model: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from itertools import groupby
 
 from .affine import Affine, Envelope
 from .cost.units import shape_ids
-from .description import GatherSpan, ModelDescription, PhaseCost, RecomputedSegment, Segment, UnitDescription
+from .description import DType, GatherSpan, ModelDescription, PhaseCost, RecomputedSegment, Segment, UnitDescription
 
 SIZES = (2, 4, 8)
 """Numbers of blocks in a unit that the planner tries."""
@@ -20,39 +20,44 @@ SIZES = (2, 4, 8)
 def grouped(description: ModelDescription, blocks: int) -> ModelDescription:
     """Return the model with up to `blocks` neighbouring equal blocks in each unit; the same description if no two
     blocks are equal neighbours, or blocks are cut into smaller units.
-
-    A unit of several blocks has their costs one after the other. Its gradients come together: those of a block are
-    live until the backward of the unit's first block has ended. Its activations are not offloaded.
     """
     is_cut = description.split.operators or description.split.cuts_parameters
-    runs = [run for run in _runs(description) if len(run) > 1] if blocks > 1 and not is_cut else []
-    if not runs:
-        return description
+    runs = [] if blocks < 2 or is_cut else [run for run in _runs(description) if len(run) > 1]
     parts = [run[start : start + blocks] for run in runs for start in range(0, len(run), blocks)]
-    first = {part[0]: part for part in parts}
-    later = {index for part in parts for index in part[1:]}
+    if not parts:
+        return description
+    split = replace(description.split, blocks_per_unit=blocks)
+    return joined(replace(description, split=split), [part for part in parts if len(part) > 1])
+
+
+def joined(description: ModelDescription, parts: Sequence[Sequence[int]]) -> ModelDescription:
+    """Return the model with the units of each part as one.
+
+    Such a unit has their costs one after the other, where each runs once and they follow each other. Its gradients
+    come together: those of a block are live until the backward of the unit's first block has ended. Its activations
+    are not offloaded.
+    """
     units, segments = description.units, description.segments
-    joined = {segments[index].unit: [units[segments[i].unit] for i in part] for index, part in first.items()}
-    dropped = {segments[index].unit for index in later}
-    kept = [index for index in range(len(units)) if index not in dropped]
-    number = {unit: index for index, unit in enumerate(kept)}
-    gradients = [_gradient_bytes(description, units[segment.unit]) for segment in segments]
-    chains = {index: _after_each_other([segments[i] for i in part], [gradients[i] for i in part])
-              for index, part in first.items()}  # fmt: skip
-    return replace(
-        description,
-        split=replace(description.split, blocks_per_unit=blocks),
-        units=tuple(as_one(joined[index]) if index in joined else units[index] for index in kept),
-        segments=tuple(
-            replace(chains.get(index, segment), unit=number[segment.unit])
-            for index, segment in enumerate(segments)
-            if index not in later
-        ),
-    )
+    first_of = {index: part[0] for part in parts for index in part}
+    kept = [index for index in range(len(units)) if first_of.get(index, index) == index]
+    number = {index: place for place, index in enumerate(kept)}
+    whole = {part[0]: as_one([units[index] for index in part]) for part in parts}
+    of_part, chains = {tuple(part) for part in parts}, list[Segment]()
+    position = 0
+    while position < len(segments):
+        own = next((part for part in of_part if part[0] == segments[position].unit), (segments[position].unit,))
+        row = segments[position : position + len(own)]
+        if tuple(segment.unit for segment in row) != own:
+            own, row = (segments[position].unit,), segments[position : position + 1]
+        gradients = [_gradient_bytes(description, units[index]) for index in own]
+        one = row[0] if len(row) == 1 else _after_each_other(row, gradients)
+        chains.append(replace(one, unit=number[first_of.get(own[0], own[0])]))
+        position += len(row)
+    return replace(description, units=tuple(whole.get(index, units[index]) for index in kept), segments=tuple(chains))
 
 
 def _runs(description: ModelDescription) -> Iterator[list[int]]:
-    """Yield the indices of segments of equal blocks, each called once, that follow each other."""
+    """Yield the indices of the units of equal blocks, each called once, that follow each other."""
     units, shapes = description.units, shape_ids(description.units)
     calls = [segment.unit for segment in description.segments]
     times = Counter(calls)
@@ -65,7 +70,7 @@ def _runs(description: ModelDescription) -> Iterator[list[int]]:
         policies = tuple(policy.recomputation for policy in description.segments[index].recomputed)
         return shapes[calls[index]], unit.class_name, unit.fqn.rpartition(".")[0], policies
 
-    return (list(run) for _, run in groupby(range(len(calls)), key=kind))
+    return ([calls[index] for index in run] for _, run in groupby(range(len(calls)), key=kind))
 
 
 def as_one(units: Sequence[UnitDescription]) -> UnitDescription:
@@ -80,23 +85,25 @@ def as_one(units: Sequence[UnitDescription]) -> UnitDescription:
 
 
 def _gradient_bytes(description: ModelDescription, unit: UnitDescription) -> Affine:
-    """Return the bytes of a block's gradients, as backward makes them."""
+    """Return the bytes of a block's gradients, as backward makes them: in the compute dtype where it casts."""
     compute = description.compute_dtype
-    dtypes = ((p, p.dtype if p.keeps_dtype else compute) for p in unit.trainable)
+    elements = Counter[DType]()
+    for p in unit.parameters:
+        elements[p.dtype] += p.numel
+    casts = max(elements, key=lambda dtype: elements[dtype]) is not compute
+    dtypes = ((p, compute if casts and not p.keeps_dtype else p.dtype) for p in unit.trainable)
     return Affine(constant=sum(p.numel * dtype.itemsize for p, dtype in dtypes))
 
 
 def _after_each_other(segments: Sequence[Segment], gradients: Sequence[Affine]) -> Segment:
     """Return segments as one, of which forward runs each in turn, and backward from the last to the first."""
-    chain = _chained(segments, gradients)
-    policies = zip(*(segment.recomputed for segment in segments), strict=True)
+    each = [{policy.recomputation: policy.costs for policy in segment.recomputed} for segment in segments]
+    common = [policy for policy in each[0] if all(policy in costs for costs in each)]
     return replace(
-        chain,
+        _chained(segments, gradients),
         recomputed=tuple(
-            RecomputedSegment(
-                recomputation=each[0].recomputation, costs=_chained([one.costs for one in each], gradients)
-            )
-            for each in policies
+            RecomputedSegment(recomputation=policy, costs=_chained([costs[policy] for costs in each], gradients))
+            for policy in common
         ),
     )
 

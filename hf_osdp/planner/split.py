@@ -52,18 +52,22 @@ class ModelSplit:
             raise ValueError(
                 f"blocks_per_unit={self.blocks_per_unit!r} must be from 1 to {_MOST_BLOCKS}; 1 is each block alone."
             )
+        if self.blocks_per_unit > 1 and (self.operators or self.sliced):
+            raise ValueError(
+                f"blocks_per_unit={self.blocks_per_unit!r} needs whole blocks; leave operators and slices out."
+            )
         names = [split.fqn for split in self.sliced]
         if len(set(names)) < len(names):
             name, times = Counter(names).most_common(1)[0]
             raise ValueError(f"{name!r} is split {times} times; name each operator once.")
 
     def describe(self) -> str:
-        """Return short text for tables: `blocks, loss in 8 chunks`, `4 blocks a unit`, `operators, 8 operators in 2 to
-        4 slices`.
+        """Return short text for tables: `blocks, loss in 8 chunks`, `up to 4 blocks a unit`, `operators, 8 operators
+        in 2 to 4 slices`.
         """
         text = "operators" if self.operators else "blocks"
         if self.blocks_per_unit > 1:
-            text = f"{self.blocks_per_unit} blocks a unit"
+            text = f"up to {self.blocks_per_unit} blocks a unit"
         if self.loss_chunks > 1:
             text += f", loss in {self.loss_chunks} chunks"
         if not self.sliced:

@@ -17,6 +17,7 @@ from ..planner.placement import HOST_OPTIONS
 from ..planner.plan import Plan
 from ..planner.problem import check_simplicity
 from ..planner.profile import Profile
+from ..planner.split import ModelSplit
 from ..planner.training_job import Communication, Decisions
 from ..quantities import parse_limit
 
@@ -178,6 +179,7 @@ class OSDPConfig(Decisions):
         for name, hint in _HINTS.items():
             if (problem := _problem(name, getattr(self, name), hint)) is not None:
                 raise ValueError(f"{name}={getattr(self, name)!r} {problem}.")
+        ModelSplit(blocks_per_unit=self.blocks_per_unit or 1)  # refuses too many
 
     def _check_combinations(self) -> None:
         """Refuse options that have no effect together with others."""
@@ -190,6 +192,8 @@ class OSDPConfig(Decisions):
                 self.plan is not None and ignored != "plan",
             f"profile already describes the hardware, so {self._shown(described)} would have no effect":
                 self.profile is not None and getattr(self, described) is not None,
+            f"offload_activations=True has no effect with blocks_per_unit={self.blocks_per_unit}":
+                self.offload_activations and (self.blocks_per_unit or 1) > 1,
             f"split_vocabulary=True has no effect with {self._shown(unsplit)}":
                 self.split_vocabulary and (not self.operator_splitting or self.strategy != "osdp"),
         }  # fmt: skip

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from ..distributed.consensus import on_rank_zero
+from ..distributed.fsdp_internals import JOINS_BLOCKS
 from ..distributed.restart import limit_after_oom
 from ..errors import (
     CheckpointingError,
@@ -78,6 +79,11 @@ class FoundPlan:
     def compared(self) -> Iterator[StrategyResult]:
         """Yield every strategy at its own best batch, OSDP first."""
         return compare_strategies(replace(self.problem, description=self.whole), split=self.problem.description)
+
+    @property
+    def of_single_blocks(self) -> ModelDescription:
+        """The model that was searched, with each block in a unit of its own."""
+        return self.builder.describe(self.problem.description.split.of_single_blocks)
 
 
 def find_plan(
@@ -216,10 +222,23 @@ class ProblemBuilder:
         """Return the split with which the model trains fastest, or none."""
         fastest = self._fastest_split(whole)
         problem = whole if fastest == whole.description.split else replace(whole, description=self.describe(fastest))
-        asked = self.job.config.blocks_per_unit
-        if asked is None and drops_layers(self.model):  # FSDP2 frees a unit when all of its blocks were called
-            asked = 1
-        return choose_blocks_per_unit(problem, asked).split
+        description = choose_blocks_per_unit(problem, self.blocks_per_unit)
+        if (asked := self.job.config.blocks_per_unit or 1) > description.split.blocks_per_unit:
+            _log.warning("blocks_per_unit=%d has no effect: this run has no units of equal neighbours.", asked)
+        return description.split
+
+    @property
+    def blocks_per_unit(self) -> int | None:
+        """Most blocks in a unit; None lets the search choose."""
+        config = self.job.config
+        if drops_layers(self.model):
+            refuse_first({
+                f"blocks_per_unit={config.blocks_per_unit} gathers blocks together, and this model leaves out some at"
+                " random (LayerDrop); leave blocks_per_unit out.": (config.blocks_per_unit or 1) > 1,
+            })  # fmt: skip
+            return 1
+        alone = not JOINS_BLOCKS or config.offload_activations  # units of several blocks offload nothing
+        return config.blocks_per_unit or (1 if alone else None)
 
     def _fastest_split(self, whole: PlanningProblem) -> ModelSplit:
         job = self.job

@@ -16,6 +16,7 @@ from ..modeling.batch import check_inputs
 from ..modeling.quantized import pack
 from ..planner.cost.evaluate import PlanEstimate
 from ..planner.description import ModelDescription, UnitDescription
+from ..planner.grouping import joined
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
 from ..planner.search.compare import StrategyResult
@@ -115,7 +116,7 @@ def _given(model: nn.Module, job: Job) -> PlannedRun:
     sizes = {"global_batch_size": plan.global_batch_size, "sequence_length": plan.sequence_length}
     job = job.asking(**{name: getattr(config, name) or size for name, size in sizes.items()})
     as_planned = job.asking(plan=None, compile=bool(plan.compiled_classes))
-    description = Describer(model, as_planned).describe(plan.split)
+    description = grouped_as_planned(Describer(model, as_planned).describe(plan.split.of_single_blocks), plan)
     plan.check(description, job.world_size)
     check_whole(plan, description, job.optimizer)
     inputs = PlanInputs(description=description, job=job.training(), hardware=None)
@@ -126,6 +127,16 @@ def _given(model: nn.Module, job: Job) -> PlannedRun:
             "The plan was made for %d devices per node, but this run has %d; plan again.", plan.devices_per_node, here
         )
     return PlannedRun(plan=plan, units=description.units, inputs=inputs)
+
+
+def grouped_as_planned(description: ModelDescription, plan: Plan) -> ModelDescription:
+    """Return the model with the plan's units of several blocks: which neighbours are equal may depend on the batch
+    that a trace has seen.
+    """
+    index = {unit.fqn: number for number, unit in enumerate(description.units)}
+    several = [unit.module_names for unit in plan.units if unit.fqn not in index]
+    parts = [[index[name] for name in names] for names in several if all(name in index for name in names)]
+    return joined(replace(description, split=plan.split), parts)
 
 
 def _peak_bytes(plan: Plan, inputs: PlanInputs) -> int:

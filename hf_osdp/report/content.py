@@ -14,7 +14,7 @@ from typing import Any
 
 from ..planner.cost.evaluate import PlanEstimate
 from ..planner.cost.timing import ACTIVATIONS
-from ..planner.description import ModelDescription
+from ..planner.description import ModelDescription, shown_name
 from ..planner.files import plain
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
@@ -198,7 +198,9 @@ def _rows(plan: Plan, description: ModelDescription, estimate: PlanEstimate) -> 
         policy, times = decision.activations.recomputation, [] if time is None else [time.units[i] for i in indices]
         return {
             "units": [unit.fqn for unit in units],
-            "label": _label([unit.label for unit in units]),
+            "label": _label([shown_name(name) for unit in units for name in unit.module_names])
+            if len(units) > 1
+            else units[0].label,
             "class": units[0].class_name,
             "layout": decision.describe(plan.world_size),
             "recomputation": None if policy is None else policy.describe(),

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 from ..distributed.collectives import plain_transport, unit_collectives
 from ..distributed.consensus import require_same
-from ..distributed.fsdp_internals import parameter_groups
+from ..distributed.fsdp_internals import JOINS_BLOCKS, parameter_groups
 from ..distributed.mesh import SHARD_AXIS, Meshes, collective_device, world_size
 from ..distributed.wire import WireTransport, encode_replicas, transports
 from ..errors import OSDPError, PlanError, PlanMismatchError
@@ -292,6 +292,11 @@ def _find_units(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]
                 " model as it was loaded."
             )
     for unit in units:
+        if len(unit.module_names) > 1 and unit.span is GatherSpan.USE and not JOINS_BLOCKS:
+            raise PlanError(
+                f"Unit {unit.label!r} has several blocks, which needs torch 2.13; install it, or plan with"
+                " blocks_per_unit=1."
+            )
         activations = plan.decision(unit.fqn).activations
         if activations != Activations.SAVE and unit.span is not GatherSpan.USE:
             raise PlanError(

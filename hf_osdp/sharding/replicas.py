@@ -264,6 +264,10 @@ class Replicas:
         """Calls with gradients whose backward has not come."""
         self.is_shown = False
         """Whether modules compute with copies now."""
+        self.ends_later: Callable[[], None] = partial(
+            torch.autograd.Variable._execution_engine.queue_callback, self.end_backward
+        )
+        """Has `end_backward` called when this backward ends. Beside units of FSDP2 all ranks end theirs first."""
         for module in root.modules():
             vars(module)[_MARK] = self
         for owner in {owner for one in self.parameters for places in one.places for owner, _ in places}:
@@ -363,7 +367,7 @@ class Replicas:
             raise OSDPError(CREATE_GRAPH)
         if not self._in_backward:
             self._backward_begins()
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+            self.ends_later()
         if not bucket.left:
             raise UnreducedGradientError(
                 f"Unit {bucket.of.label!r} got a gradient after its gradients were averaged over the ranks; {REMEDY}."
@@ -426,10 +430,12 @@ class Replicas:
         """Put parameters that no rank has used in the first step into buckets of their own, for which others need not
         wait.
         """
+        used_by_bucket = [bucket.used() if bucket.trained else [] for bucket in self._buckets]
+        if not any(map(any, used_by_bucket)):  # the step trains other units
+            return
         self._is_settled = True
         used, rest = list[Parameters](), list[Parameters]()
-        for bucket in self._buckets:
-            flags = bucket.used() if bucket.trained else []
+        for bucket, flags in zip(self._buckets, used_by_bucket, strict=True):
             unused = {id(own) for (_, own), is_used in zip(bucket.trained, flags, strict=True) if not is_used}
             for parts, is_rest in ((used, False), (rest, True)):
                 pairs = zip(bucket.of.places, bucket.masters, strict=True)

@@ -69,12 +69,14 @@ class WeightReads:
             groups, tuple if replicas is None else replicas.held, replaced, self._order
         )
         self._replicas = replicas
+        if replicas is not None:
+            replicas.ends_later = self._replicas_begin
         weakref.finalize(checks, before_step.add(partial(_step_begins, weakref.ref(checks))))
         self._pinned: list[UnitGroup] = []
         self._gathered: list[UnitGroup] = []
         self._hooked: dict[int, torch.Tensor] = {}
         several = (unit.module_names for unit in units if len(unit.module_names) > 1 and unit.span is GatherSpan.USE)
-        self._of_several = list(_with_watched_outputs([modules[name] for name in names] for names in several))
+        _watch_outputs([modules[name] for name in names] for names in several)
         for group in groups:
             for owner in (owner for parameter in group.fsdp_params for owner, _ in owners(parameter)):
                 if not isinstance(owner._parameters, _WatchedParameters):
@@ -144,11 +146,6 @@ class WeightReads:
         self._checks.forward_begins()
 
     def _forward_ends(self, module: nn.Module, args: object, output: object) -> None:
-        if any(state.is_incomplete for state in self._of_several):
-            raise OSDPError(
-                "Some blocks of a unit were called and others not, which this torch cannot train; plan with"
-                " blocks_per_unit=1, or install torch 2.13."
-            )
         if not torch.is_grad_enabled() and not self._pinned:
             self.end_step()
             self.active = self.after_evaluation = True
@@ -163,6 +160,14 @@ class WeightReads:
                 " backward frees the weight;"
                 " add the losses and call backward once."
             )
+        self._end_later()
+
+    def _replicas_begin(self) -> None:
+        """Let a backward that may reach no unit of FSDP2 end as those of other ranks do."""
+        self._root_state.begin()
+        self._end_later()
+
+    def _end_later(self) -> None:
         self._checks.backward_begins()
         if self._order is not None:
             self._order.backward_begins()
@@ -237,13 +242,13 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
         return dict, (dict(super().items()),)
 
 
-def _with_watched_outputs(units: Iterable[Sequence[nn.Module]]) -> Iterator[UnitState]:
+def _watch_outputs(units: Iterable[Sequence[nn.Module]]) -> None:
     """Let the backward of each unit begin at the first gradient of any module's output: FSDP2 watches only the last
     module's.
     """
     for modules in units:
         if isinstance(modules[0], FSDPModule):
-            yield (state := unit_state(modules[0]))
+            state = unit_state(modules[0])
             for module in modules:
                 module.register_forward_hook(partial(_begins_backward, state))
 

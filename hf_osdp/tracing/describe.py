@@ -53,7 +53,8 @@ def describe(model_or_config: object, **options: Any) -> ModelDescription:
         DescriptionError: no blocks were found, the model cannot be traced or checkpointed, or it does not run when
             split.
     """
-    chosen = DescribeOptions(**options)
+    asked = DescribeOptions(**options)
+    chosen = replace(asked, split=asked.split.of_single_blocks)
     model = (
         model_or_config
         if isinstance(model_or_config, nn.Module)
@@ -63,7 +64,7 @@ def describe(model_or_config: object, **options: Any) -> ModelDescription:
     check_sequence_length(model, chosen.sequence_length)
     if chosen.split.changes_modules:
         model = split_copy(model, chosen.split)
-    return grouped(_Describer(model, chosen).describe(), chosen.split.blocks_per_unit)
+    return grouped(_Describer(model, chosen).describe(), asked.split.blocks_per_unit)
 
 
 class _Describer:
@@ -99,7 +100,7 @@ class _Describer:
             model_name=getattr(getattr(self._model, "config", None), "_name_or_path", "") or self._name,
             model_class=self._name,
             block_classes=self._blocks,
-            split=self._options.split.of_single_blocks,
+            split=self._options.split,
             sequence_length=self._options.sequence_length,
             compute_dtype=self._dtype,
             units=units,

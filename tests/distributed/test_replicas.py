@@ -46,6 +46,13 @@ class Towers(nn.Module):
             hidden = hidden + self.blocks[index](hidden)
         return (hidden.mean((0, 1)) * self.scale).square().sum()
 
+    def by_parts(self, ids: torch.Tensor, used: tuple[int, ...]) -> torch.Tensor:
+        """A loss of the blocks, without a call of the model."""
+        hidden = torch.sin(ids[..., None] * torch.arange(1.0, 5.0))
+        for index in used:
+            hidden = hidden + self.blocks[index](hidden)
+        return hidden.mean((0, 1)).square().sum()
+
 
 def replicated(
     model: nn.Module, precision: str = "no", *, layout: str = "replicate", micro_steps: int = 1
@@ -160,9 +167,9 @@ def test_ranks_use_different_blocks_and_later_one_that_none_had_used(precision):
 
 
 @pytest.mark.on_ranks(2)
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_rank_leaves_out_the_only_replicated_unit_of_a_sharded_model(precision):
-    """It takes part in the average that others wait for, with zeros."""
+@pytest.mark.parametrize(("precision", "in_parts"), [("no", False), ("bf16", False), ("no", True)])
+def test_rank_leaves_out_the_only_replicated_unit_of_a_sharded_model(precision, in_parts):
+    """It takes part in the average that others wait for, with zeros; in parts, backward meets the replica first."""
     rank, ids = dist.get_rank(), torch.arange(6).view(2, 3)
     model = Towers(scaled=False)
     units = find_units(model)
@@ -173,11 +180,12 @@ def test_rank_leaves_out_the_only_replicated_unit_of_a_sharded_model(precision):
     assert [name for name, p in model.named_parameters() if not isinstance(p, DTensor)] == [
         "blocks.0.weight", "blocks.0.bias"
     ]  # fmt: skip
-    for used in (((0, 1), (1,)), ((1,), (0, 1)), ((1,), (1,))):
-        model(ids + rank, used[rank]).backward()
+    for used in (((1, 0), (1,)), ((1,), (1, 0)), ((1,), (1,))):
+        (model.by_parts if in_parts else model)(ids + rank, used[rank]).backward()
         reference = Towers(scaled=False).to(torch.bfloat16 if precision == "bf16" else torch.float32)
         for other in range(2):
-            (reference(ids + other, used[other]) / 2).backward()
+            loss = (reference.by_parts if in_parts else reference)(ids + other, used[other])
+            (loss / 2).backward()
         wanted = dict(reference.named_parameters())
         for name, gradient in gradients(model).items():
             own = wanted[name].grad

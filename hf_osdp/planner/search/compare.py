@@ -57,13 +57,14 @@ def compare_strategies(problem: PlanningProblem, *, split: ModelDescription | No
 
     Args:
         problem: the problem of the model without splits.
-        split: description of the split model, which OSDP takes instead.
+        split: description of the split model, which OSDP and the problem's strategy take instead.
     """
     several = 1 < problem.hardware.devices_per_node < problem.hardware.world_size
+    takes_split = (Strategy.OSDP, problem.strategy)
     for one in Strategy:
         if several or one is not Strategy.TWO_STAGE:
             asked = replace(
-                problem, strategy=one, description=split if split and one is Strategy.OSDP else problem.description,
+                problem, strategy=one, description=split if split and one in takes_split else problem.description,
                 hardware=problem.hardware.running(DDP_OPERATORS) if one is Strategy.DDP else problem.hardware,
             )  # fmt: skip
             exact = replace(asked, job=replace(asked.job, communication=EXACT))
@@ -125,11 +126,13 @@ def frontier(
     Raises:
         InfeasibleError: no plan fits the problem's limit.
     """
-    problem = replace(problem, hardware=problem.hardware.with_margin(0.0), simplicity=0.0)
+    description = grouped(problem.description, blocks_per_unit or 1)
+    hardware = problem.hardware.with_margin(0.0)
+    problem = replace(problem, hardware=hardware, simplicity=0.0, description=description)
 
     def fastest(limit: int) -> SearchResult:
         limited = replace(problem, memory_limit_bytes=limit)
-        return search(replace(limited, description=choose_blocks_per_unit(limited, blocks_per_unit)))
+        return search(limited if blocks_per_unit else replace(limited, description=choose_blocks_per_unit(limited)))
 
     most, least = fastest(problem.memory_limit_bytes).peak_bytes, least_memory(problem)
     ratio = (most / least) ** (1 / (POINTS - 1))
@@ -180,10 +183,10 @@ def choose_blocks_per_unit(problem: PlanningProblem, asked: int | None = None) -
     `NEAR`. Single strategies, a single process and models of which no plan fits keep single blocks.
     """
     chosen = problem.description
+    if problem.hardware.world_size == 1 or (asked is None and problem.strategy is not Strategy.OSDP):
+        return chosen
     if asked is not None:
         return grouped(chosen, asked)
-    if problem.strategy is not Strategy.OSDP or problem.hardware.world_size == 1:
-        return chosen
     is_short_of_memory, best_s = _rank(problem)
     for blocks in () if is_short_of_memory else SIZES:
         if (description := grouped(problem.description, blocks)) is problem.description:

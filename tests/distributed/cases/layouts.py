@@ -14,7 +14,7 @@ from hf_osdp.modeling.split.loss_chunks import chunk_loss
 from hf_osdp.modeling.split.operators import split_operators
 from hf_osdp.planner.split import OperatorSplit
 from tests.helpers.layouts import LAYOUTS, joined
-from tests.helpers.models import MODELS, tiny_model
+from tests.helpers.models import MODELS, tiny_loss, tiny_model
 from tests.helpers.training import Case, Change, adamw
 
 
@@ -79,6 +79,11 @@ def early_loss(model: nn.Module, batch: dict[str, torch.Tensor], *, last: int) -
     return states[1].square().mean() + states[last].pow(3).mean()
 
 
+def early_and_usual_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Two calls before one backward; the loss of the first ends in the middle of a unit."""
+    return early_loss(model, batch, last=3) + tiny_loss(model, batch)
+
+
 IN_PAIRS, IN_THREES = partial(joined, 2), partial(joined, 3)
 CASES |= {
     **{f"{model}, {layout}, two blocks a unit": Case(model=of(model), layout=layout, world=4, units=IN_PAIRS)
@@ -93,6 +98,9 @@ CASES |= {
     "llama, loss of early blocks, two a unit": Case(
         model=of("llama"), layout="zero3", units=IN_PAIRS, loss=partial(early_loss, last=3),
         max_norm=1e-4,
+    ),
+    "llama, two losses, two blocks a unit": Case(
+        model=of("llama"), layout="zero3", units=IN_PAIRS, loss=early_and_usual_loss,
     ),
     "gpt2, loss of early blocks, three a unit": Case(
         layout="zero3", units=IN_THREES, loss=partial(early_loss, last=2), max_norm=1e-4,

@@ -7,7 +7,7 @@ from transformers import GPT2Config, T5Config
 
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.affine import Affine, Envelope
-from hf_osdp.planner.grouping import SIZES, grouped
+from hf_osdp.planner.grouping import SIZES, grouped, joined
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.compare import NEAR, choose_blocks_per_unit
@@ -81,6 +81,17 @@ def test_only_equal_neighbours_of_whole_blocks_are_joined(gpt2):
     assert grouped(cut, 4) is cut
 
 
+def test_units_without_segments_are_joined_too(gpt2):
+    """A trace of text alone has no segments of a tower for pictures."""
+    calls = [s for s in gpt2.segments if not gpt2.units[s.unit].fqn.startswith("transformer.h.")]
+    index = {u.fqn: i for i, u in enumerate(gpt2.units)}
+    parts = [[index[f"transformer.h.{i}"] for i in row] for row in ((0, 1, 2), (3, 4, 5))]
+    traced = joined(replace(gpt2, segments=tuple(calls)), parts)
+    assert traced.fingerprint == grouped(gpt2, 3).fingerprint == joined(gpt2, parts).fingerprint
+    assert joined(gpt2, parts).segments == grouped(gpt2, 3).segments
+    assert [traced.units[s.unit].fqn for s in traced.segments] == [gpt2.units[s.unit].fqn for s in calls]
+
+
 def test_fastest_number_of_blocks_is_taken(gpt2):
     limit = int(1.2 * least_memory(problem(gpt2, HARDWARE, JOB)))
     asked = problem(gpt2, HARDWARE, JOB, limit)
@@ -96,5 +107,7 @@ def test_fastest_number_of_blocks_is_taken(gpt2):
 
 
 def test_bad_numbers_are_refused():
+    with pytest.raises(ValueError, match="blocks_per_unit=2 needs whole blocks; leave operators and slices out"):
+        ModelSplit(blocks_per_unit=2, operators=True)
     with pytest.raises(ValueError, match="blocks_per_unit=0 must be from 1 to 64; 1 is each block alone"):
         ModelSplit(blocks_per_unit=0)

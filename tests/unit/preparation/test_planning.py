@@ -17,7 +17,7 @@ from hf_osdp.planner.profile import Profile
 from hf_osdp.preparation.cache import describe_once
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.preparation.find_plan import Describer, ProblemBuilder, find_plan
-from hf_osdp.preparation.plan_run import PlannedRun, plan_run
+from hf_osdp.preparation.plan_run import PlannedRun, grouped_as_planned, plan_run
 from tests.helpers.problems import run_job
 
 HARDWARE = preset("cpu")
@@ -130,10 +130,21 @@ def test_inputs_that_make_no_batch_are_refused(batch, line):
         planned(Scores(), inputs=lambda samples: batch)
 
 
-def test_plan_of_several_blocks_a_unit_is_found_and_given(model):
-    run = planned(model, blocks_per_unit=2)
-    assert "transformer.h.0+transformer.h.1" in {unit.fqn for unit in run.plan.units}
-    assert planned(model, plan=run.plan).units == run.units
+def builder_of(model: nn.Module, **options: object) -> ProblemBuilder:
+    config = OSDPConfig(sequence_length=16, global_batch_size=4, **options)
+    job = run_job(config, world_size=4, device_type="cuda")
+    return ProblemBuilder(model, job, hardware=preset("h100", devices_per_node=4))
+
+
+def test_plan_of_several_blocks_a_unit_is_that_of_a_given_plan(model, caplog):
+    builder = builder_of(model, blocks_per_unit=2)
+    found = builder.find()
+    assert "transformer.h.0+transformer.h.1" in {unit.fqn for unit in found.plan.units}
+    single = builder.describe(found.plan.split.of_single_blocks)
+    assert grouped_as_planned(single, found.plan) == found.problem.description
+    assert builder_of(model, offload_activations=True).blocks_per_unit == 1
+    assert not caplog.records and planned(model, blocks_per_unit=2).plan.split.is_none
+    assert "blocks_per_unit=2 has no effect" in caplog.text, "one process gathers nothing"
 
 
 def test_models_that_leave_out_layers_keep_single_blocks():
@@ -144,8 +155,9 @@ def test_models_that_leave_out_layers_keep_single_blocks():
         **sizes,
     )  # fmt: skip
     model = WhisperForConditionalGeneration(config)
-    job = run_job(OSDPConfig(sequence_length=16, global_batch_size=4), world_size=4, device_type="cuda")
-    builder = ProblemBuilder(model, job, hardware=preset("h100", devices_per_node=4))
+    builder = builder_of(model)
     assert builder._best_split(builder.build()).blocks_per_unit > 1
     config.decoder_layerdrop = 0.1
     assert builder._best_split(builder.build()).blocks_per_unit == 1
+    with pytest.raises(ValueError, match="leaves out some at random \\(LayerDrop\\); leave blocks_per_unit out"):
+        builder_of(model, blocks_per_unit=2).find()
