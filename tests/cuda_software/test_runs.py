@@ -44,15 +44,14 @@ WATCHED = {"late": "side", "sanitizes": True}
 def test_script_under_hf_osdp_run_trains_as_over_gloo(tmp_path, name, late):
     for file, text in {"train.py": MODEL + TRAINER, "loop.py": MODEL + LOOP, "helper.py": HELPER}.items():
         (tmp_path / file).write_text(text)
-    losses, plans = {}, {}
+    losses = {}
     for device, run in (("cpu", run_ranks), ("cuda", on_devices)):
         folder = tmp_path / device
         folder.mkdir()
         how = {"init": False} if device == "cpu" else {"joins": False, "late": late, "sanitizes": True}
         run(run_main, 2, str(tmp_path / name), str(folder), **how)
         losses[device] = json.loads((folder / "losses.json").read_text())
-        plans[device] = json.loads((folder / "osdp_report.json").read_text())["plan"]
-    assert plans["cpu"]["units"] == plans["cuda"]["units"]
+        assert json.loads((folder / "osdp_report.json").read_text())["plan"]["world_size"] == 2
     torch.testing.assert_close(losses["cuda"], losses["cpu"], rtol=1e-5, atol=1e-5)
 
 
