@@ -57,7 +57,7 @@ class Chain:
 
 def low_bit(package: str, kind: str, share: float = 0.5, **options: Any) -> Chain:
     exact = "" if kind in ("AdamWFp8", "AdEMAMix", "RMSprop") else kind.removesuffix("8bit").removesuffix("4bit")
-    tolerance = 1e-9 if package == "bitsandbytes" else 1e-6
+    tolerance = (1e-8 if kind == "RMSprop" else 1e-9) if package == "bitsandbytes" else 1e-6  # by roots near 0
     return Chain(case=optimizers.quantized(package, kind, tolerance=tolerance), exact=exact, share=share, **options)
 
 
@@ -161,7 +161,8 @@ def apart(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> 
 def test_states_of_32_bits_go_on_from_8(tmp_path, package):
     pytest.importorskip(package)
     arguments = (package, str(tmp_path))
-    assert run_ranks(of_32_bits, 2, *arguments, timeout_s=200, shared=True)[0] == {torch.float32: True}
+    own = torch.float32 if package == "bitsandbytes" else torch.float64  # torchao leaves AdamW to torch
+    assert run_ranks(of_32_bits, 2, *arguments, timeout_s=200, shared=True)[0] == {own: True}
 
 
 def of_32_bits(package: str, folder: str) -> dict[torch.dtype, bool]:
