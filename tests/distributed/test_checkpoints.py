@@ -57,7 +57,7 @@ class Chain:
 
 def low_bit(package: str, kind: str, share: float = 0.5, **options: Any) -> Chain:
     exact = "" if kind in ("AdamWFp8", "AdEMAMix", "RMSprop") else kind.removesuffix("8bit").removesuffix("4bit")
-    tolerance = (1e-8 if kind == "RMSprop" else 1e-9) if package == "bitsandbytes" else 1e-6  # by roots near 0
+    tolerance = 1e-9 if package == "bitsandbytes" and kind != "RMSprop" else 1e-6  # of kernels in float32
     return Chain(case=optimizers.quantized(package, kind, tolerance=tolerance), exact=exact, share=share, **options)
 
 
