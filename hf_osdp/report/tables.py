@@ -110,7 +110,7 @@ def plan_lines(content: Content, *, proof: bool = True) -> list[str]:
     if (terms := estimated["step_breakdown"]) is not None:
         lines += [_step_line(plan, estimated["step_s"], terms), *_waits_line(plan, estimated["step_s"], terms)]
     if not plan.split.is_none:
-        lines.append(f"The model is split: {plan.split.describe()}.")
+        lines.append(f"How the model is cut: {plan.split.describe()}.")
     if formats := {form.value for unit in plan.units for form in unit.formats.values()}:
         sent = f"{sum(bool(unit.formats) for unit in plan.units)} of {len(plan.units)} units send"
         lines.append(f"{sent} {' and '.join(sorted(formats))}: the rounding differs from exact training.")

@@ -44,7 +44,7 @@ def saved_tensors(folder: Path) -> int:
 @pytest.mark.slow
 def test_the_trainer(tmp_path):
     printed = on_two_ranks("with_trainer", tmp_path)
-    assert re.search(r"transformer\.h\.0 (shard 2|replicate)", printed) and "Estimated and measured" in printed
+    assert re.search(r"transformer\.h\.0.*(shard 2|replicate)", printed) and "Estimated and measured" in printed
     report = json.loads((tmp_path / "runs/with_trainer/osdp_report.json").read_text())
     assert report["plan"]["micro_batch_size"] * report["plan"]["accumulation_steps"] == 8
     assert saved_tensors(tmp_path / "runs/with_trainer") > 20
