@@ -23,9 +23,7 @@ __all__ = ["AllGather", "DefaultAllGather", "DefaultReduceScatter", "FSDPParam",
 
 
 JOINS_BLOCKS = hasattr(FSDPState, "_force_complete_incomplete_states")
-"""Whether FSDP2 casts the inputs of each module of a unit, and ends a forward that has called only some of them: since
-torch 2.13.
-"""
+"""Whether FSDP2 casts inputs of each module of a unit, and ends a forward that called only some: from torch 2.13."""
 
 
 class UnitGroup(FSDPParamGroup):
