@@ -49,8 +49,8 @@ def joined(description: ModelDescription, parts: Sequence[Sequence[int]]) -> Mod
         row = segments[position : position + len(own)]
         if tuple(segment.unit for segment in row) != own:
             own, row = (segments[position].unit,), segments[position : position + 1]
-        gradients = [_gradient_bytes(description, units[index]) for index in own]
-        one = row[0] if len(row) == 1 else _after_each_other(row, gradients)
+        gradients = [_gradient_bytes(description, units[index]) for index in own if len(own) > 1]
+        one = _after_each_other(row, gradients) if gradients else row[0]
         chains.append(replace(one, unit=number[first_of.get(own[0], own[0])]))
         position += len(row)
     return replace(description, units=tuple(whole.get(index, units[index]) for index in kept), segments=tuple(chains))
