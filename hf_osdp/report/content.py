@@ -198,7 +198,7 @@ def _rows(plan: Plan, description: ModelDescription, estimate: PlanEstimate) -> 
         policy, times = decision.activations.recomputation, [] if time is None else [time.units[i] for i in indices]
         return {
             "units": [unit.fqn for unit in units],
-            "label": _label([shown_name(name) for unit in units for name in unit.module_names])
+            "label": _label([shown_name(name) for unit in units for name in unit.fqn.split("+")])
             if len(units) > 1
             else units[0].label,
             "class": units[0].class_name,
