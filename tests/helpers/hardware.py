@@ -52,4 +52,7 @@ def take_preset() -> None:
     from hf_osdp.preparation import run_profile
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    run_profile.measure_hardware = lambda **_: preset("cpu", devices_per_node=ranks)
+    hardware = preset("cpu", devices_per_node=ranks)
+    rates = {DType.FLOAT16: hardware.device.rate(DType.BFLOAT16), **hardware.device.flops_per_s}  # measured, too
+    device = replace(hardware.device, flops_per_s=rates)
+    run_profile.measure_hardware = lambda **_: replace(hardware, device=device)

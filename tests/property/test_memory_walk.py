@@ -241,6 +241,17 @@ def test_each_moment_is_the_sum_of_what_is_there(seed, world_size, job, batch, k
     assert found.host_bytes == sum(u.host for u in sums.units) + max(u.host_moment for u in sums.units) + waits
 
 
+def test_tied_weights_cost_what_others_of_their_shape_do_not():
+    """In one process autograd adds to held gradients in place, but for the sum of a tied parameter's."""
+    description = at_random(1247, kinds=2, blocks=4, recomputable=True, tied=True, stacks=True)
+    root, tied = description.units[0], description.units[-1]
+    assert [p.shape for p in root.parameters] == [p.shape for p in tied.parameters] and tied.shared and not root.shared
+    batch = Batch(micro_batch_size=1, accumulation_steps=2)
+    choices = random_choices(random.Random(1247), description, 1, batch)
+    found = estimate_memory(description, choices, 1, TrainingJob(global_batch_size=2), batch).units
+    assert (found[0].unsharded_gradients, found[-1].unsharded_gradients) == (0, 4 * tied.numel)
+
+
 def test_segments_of_units_in_step_may_free_beyond_saved():
     segment = Segment(unit=0, saved_bytes=Affine(constant=-50, per_sample=10))
     for span, left in ((GatherSpan.STEP, -30), (GatherSpan.USE, 0)):

@@ -144,15 +144,15 @@ def shape_ids(units: Sequence[UnitDescription]) -> tuple[int, ...]:
     out.
     """
     known: dict[tuple[object, ...], int] = {}
-    keys = (
-        (
-            unit.span,
-            unit.ends_late,
-            tuple((p.shape, p.dtype, p.requires_grad, p.keeps_dtype, p.is_embedding) for p in unit.parameters),
-        )
-        for unit in units
-    )
-    return tuple(known.setdefault(key, len(known)) for key in keys)
+
+    def key(unit: UnitDescription) -> tuple[object, ...]:
+        shared = {names[0] for names in unit.shared}
+        return unit.span, unit.ends_late, tuple(
+            (p.shape, p.dtype, p.requires_grad, p.keeps_dtype, p.is_embedding, p.name in shared)
+            for p in unit.parameters
+        )  # fmt: skip
+
+    return tuple(known.setdefault(key(unit), len(known)) for unit in units)
 
 
 def once_per_shape(

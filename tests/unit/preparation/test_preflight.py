@@ -17,6 +17,7 @@ from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.preparation.job import RunFolder
 from hf_osdp.preparation.plan_run import plan_run
 from hf_osdp.preparation.preflight import Finding, Severity
+from tests.helpers.layouts import joined
 from tests.helpers.models import MODELS, SEQUENCE_LENGTH, tiny_model
 from tests.helpers.problems import run_job
 
@@ -37,6 +38,10 @@ def test_model_checks_find_nothing_in_sound_models(name):
     assert preflight.whole_in_one_unit(units) is preflight.no_masters(units, Precision()) is None
     assert preflight.unused_block_classes(None, ()) is None and preflight.unused_block_classes(["A"], ["A"]) is None
     assert preflight.split_ties(model) is None
+
+
+def test_blocks_that_a_plan_has_joined_need_no_other_classes():
+    assert preflight.whole_in_one_unit(joined(8, tiny_model("gpt2", layers=2))) is None
 
 
 def untied() -> nn.Module:
