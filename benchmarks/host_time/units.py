@@ -24,7 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_osdp.measurement.rates import _Counter, _tiny_step
 from hf_osdp.planner.training_job import OptimizerStep
-from hf_osdp.sharding.replicas import Parameters, Replicas
+from hf_osdp.sharding.replica_buckets import Parameters
+from hf_osdp.sharding.replicas import Replicas
 
 TENSORS, FEW, MANY = (3, 12, 24), 4, 20
 

@@ -96,7 +96,11 @@ def _memory_chart(estimated: Content, limit_bytes: int | None) -> AnyChart:
     ]
     rules = _chart(starts).mark_rule(color="#555", strokeDash=[2, 3]).encode(x="start:Q")
     names = _chart(starts).mark_text(align="left", dx=4, color="#333").encode(x="start:Q", y="top:Q", text="name:N")
-    limit = _limit_rule(limit_bytes, scale, {"y": "size:Q"}, {"x": alt.value(4)}, dy=-7) if limit_bytes else []
+    limit = (
+        _limit_rule(limit_bytes, scale, {"y": "size:Q"}, {"x": alt.value(4)}, align="left", dy=-7)
+        if limit_bytes
+        else []
+    )
     where = f"{estimated['peak_phase']} of {estimated['peak_unit']}"
     title = f"Memory over the step: peak {format_bytes(peak_bytes)} in {where}"
     return alt.layer(area, rules, names, *limit).properties(width=_WIDTH, height=300, title=title)
@@ -163,24 +167,25 @@ def _front_chart(content: Content) -> AnyChart:
     near = alt.Scale(zero=False, padding=30)
     where: dict[str, Any] = {
         "x": alt.X("size:Q", title=f"peak, {unit} on one device", scale=near),
-        "y": alt.Y("rate:Q", title="samples/s", scale=near),
+        "y": alt.Y("rate:Q", title="samples/s", scale=alt.Scale(zero=True, nice=True)),
         "tooltip": ["name:N", "batch:N", "peak:N", "step:N", "rate:Q"],
     }
     line = _points(content["front"], scale).mark_line(interpolate="step-after", point={"color": "#888"}, color="#888")
     strategy: dict[str, Any] = {"title": "strategy", "scale": alt.Scale(domain=[row["strategy"] for row in found])}
     shown = _points(found, scale).mark_point(size=130, filled=True, opacity=0.9)
     shown = shown.encode(**where, color=alt.Color("name:N", **strategy), shape=alt.Shape("name:N", **strategy))
-    limit = _limit_rule(limit_bytes, scale, {"x": "size:Q"}, {"y": alt.value(12)}, dx=5)
+    less = "" if limit_bytes == content["memory_limit_bytes"] else " less margin:"
+    limit = _limit_rule(limit_bytes, scale, {"x": "size:Q"}, {"y": alt.value(368)}, align="right", dx=-5, less=less)
     layers = alt.layer(line.encode(**where), *limit, shown).properties(width=_WIDTH, height=380)
     return _styled(layers, f"{content['model']} on {content['hardware']}: fastest plan for each amount of memory")
 
 
 def _limit_rule(
-    limit_bytes: int, scale: int, at: dict[str, Any], across: dict[str, Any], **offset: Any
+    limit_bytes: int, scale: int, at: dict[str, Any], across: dict[str, Any], *, less: str = "", **place: Any
 ) -> list[alt.Chart]:
-    chart = _chart([{"size": limit_bytes / scale, "text": f"limit {format_bytes(limit_bytes)}"}])
+    chart = _chart([{"size": limit_bytes / scale, "text": f"limit{less} {format_bytes(limit_bytes)}"}])
     rule = chart.mark_rule(color=_RED, strokeWidth=2).encode(**at)
-    return [rule, chart.mark_text(align="left", color=_RED, **offset).encode(**at, **across, text="text:N")]
+    return [rule, chart.mark_text(color=_RED, **place).encode(**at, **across, text="text:N")]
 
 
 def _points(rows: Sequence[Content], scale: int) -> alt.Chart:

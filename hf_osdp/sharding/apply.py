@@ -33,7 +33,8 @@ from ..planner.plan import Plan
 from .environment import form_process_group, uses_host
 from .gradients import clip_across_meshes
 from .host import memory_of
-from .replicas import AllReduce, Parameters, Place, Replicas, is_under_plan
+from .replica_buckets import AllReduce, Parameters, Place
+from .replicas import Replicas, is_under_plan
 from .sharded_class import keep_class, mark_managed, save_whole
 from .state import broadcast_parameters
 from .weight_reads import WeightReads

@@ -20,7 +20,8 @@ from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.wire import Wires
 from hf_osdp.sharding.apply import effective
 from hf_osdp.sharding.host import place_of
-from hf_osdp.sharding.replicas import Parameters, replicas_of
+from hf_osdp.sharding.replica_buckets import Parameters
+from hf_osdp.sharding.replicas import replicas_of
 
 
 def verify_applied(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> None:

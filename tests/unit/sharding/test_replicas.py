@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_osdp.sharding.replicas import Parameters, Replicas
+from hf_osdp.sharding.replica_buckets import Parameters
+from hf_osdp.sharding.replicas import Replicas
 from tests.helpers.fake_step import fake_process_group
 
 
