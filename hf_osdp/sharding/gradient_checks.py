@@ -51,6 +51,30 @@ class _Shard(NamedTuple):
     """Contains only `_refuse`; None for a frozen shard."""
 
 
+class _Mark(NamedTuple):
+    """Zeros as the gradient of a shard, which show later whether `zero_grad` was called."""
+
+    shard: torch.Tensor
+    zeros: torch.Tensor
+    version: int
+
+    @classmethod
+    @torch.enable_grad()
+    def of(cls, shard: torch.Tensor) -> _Mark:
+        zeros = torch.zeros_like(shard, requires_grad=True).neg()
+        return cls(shard, zeros, zeros._version)
+
+    @property
+    def was_zeroed(self) -> bool:
+        """Whether `zero_grad` was called, or a loop zeroed the gradient: the zeros are -0.0 until then, also if they
+        were scaled.
+        """
+        if self.shard.grad is not self.zeros or self.zeros.grad_fn is None:
+            return True
+        now = local(self.zeros)
+        return self.zeros._version != self.version and not (now.signbit().any() or now.any())
+
+
 class GradientChecks:
     """Check gradients and shards of a model's units."""
 
@@ -70,8 +94,10 @@ class GradientChecks:
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], _Parameters]] = WeakKeyDictionary()
         self._may_hold = False
         """Gradients of micro-steps wait for the last one, or backward has begun and not ended: perhaps it raised."""
-        self._marks: dict[UnitGroup, tuple[torch.Tensor, torch.Tensor, int]] = {}
-        """By unit whose gradients wait: a shard, zeros as its gradient, and their version."""
+        self._marks: dict[UnitGroup, _Mark] = {}
+        """By unit whose gradients wait."""
+        self._earlier_marks: dict[UnitGroup, _Mark] = {}
+        """Marks of the micro-step before, which nothing has changed."""
         self._unmarked: list[UnitGroup] = []
         """Further units whose gradients wait."""
 
@@ -95,18 +121,18 @@ class GradientChecks:
     def backward_begins(self) -> None:
         """Drop gradients that FSDP2 holds from earlier micro-steps if `zero_grad` was called since."""
         self._may_hold = True
-        zeroed = {
-            group for group, (shard, zeros, version) in self._marks.items() if _was_zeroed(shard, zeros, version)
-        }
+        zeroed = {group for group, mark in self._marks.items() if mark.was_zeroed}
         if zeroed and len(zeroed) == len(self._marks):
             zeroed.update(self._unmarked)
         for group in zeroed:
             if self._order is not None:
                 self._order.forget_gradients()
             group.drop_gradients()
-        for shard, _, _ in self._marks.values():
-            shard.grad = None
-        self._marks.clear()
+        for mark in self._marks.values():
+            mark.shard.grad = None
+        if self._marks:
+            self._earlier_marks = {group: mark for group, mark in self._marks.items() if group not in zeroed}
+            self._marks = {}
 
     def backward_ends(self) -> None:
         """Check all units after FSDP2's end of backward."""
@@ -128,8 +154,7 @@ class GradientChecks:
         self._may_hold = bool(holding)
 
     def _mark(self, holding: list[UnitGroup]) -> None:
-        """Give a small shard of each unit whose gradients wait zeros as its gradient, which show later whether
-        `zero_grad` was called.
+        """Mark a small shard of each unit whose gradients wait.
 
         `zero_grad` cannot reach the gradients that FSDP2 holds; it removes these zeros or detaches them from their
         graph. Units without a small shard, whose zeros would take memory, follow the others.
@@ -142,9 +167,10 @@ class GradientChecks:
         most = max(_MARK_ELEMENTS, min(map(torch.numel, free.values()), default=0))
         for group, shard in free.items():
             if shard.numel() <= most:
-                with torch.enable_grad():
-                    shard.grad = torch.zeros_like(shard, requires_grad=True).neg()
-                self._marks[group] = shard, shard.grad, shard.grad._version
+                mark = self._earlier_marks.get(group)
+                self._marks[group] = mark = mark if mark is not None and mark.shard is shard else _Mark.of(shard)
+                shard.grad = mark.zeros
+        self._earlier_marks = {}
         self._unmarked = [group for group in free if group not in self._marks]
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
@@ -233,13 +259,3 @@ def _name(parameter: FSDPParam) -> str:
 def _holds(group: UnitGroup) -> bool:
     """Return whether gradients of a micro-step wait for those of the next."""
     return group.holds_sums or any(map(has_whole_gradient, group.fsdp_params))
-
-
-def _was_zeroed(shard: torch.Tensor, zeros: torch.Tensor, version: int) -> bool:
-    """Return whether `zero_grad` was called, or a loop zeroed the gradient: the zeros are -0.0 until then, also if
-    they were scaled.
-    """
-    if shard.grad is not zeros or zeros.grad_fn is None:
-        return True
-    now = local(zeros)
-    return zeros._version != version and not (now.signbit().any() or now.any())

@@ -22,23 +22,23 @@ def micro_step(model: nn.Module, *, is_last: bool, plan: Plan | None) -> Iterato
     `reduce_every_micro_step` reduce-scatter in each and hold only shards, with more communication; their replicas
     all-reduce the sum in the last micro-step. The result is the same.
     """
-    sharded = model if isinstance(model, FSDPModule) else None
     replicas = replicas_of(model)
-    if sharded is not None:
-        sharded.set_requires_gradient_sync(is_last)  # and with it the all-reduce
+    units = [] if is_last else [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.set_requires_gradient_sync(False, recurse=False)  # and with it the all-reduce
+    by_step = [unit for unit in plan.units if unit.reduce_every_micro_step] if units and plan is not None else []
+    modules = modules_by_name(model) if by_step else {}
+    for decision in by_step:
+        # The modules of a unit share one FSDP2 state.
+        if isinstance(module := modules[decision.module_names[0]], FSDPModule):
+            module.set_requires_gradient_sync(True, recurse=False)
+            module.set_requires_all_reduce(False, recurse=False)
     if replicas is not None:
         replicas.reduces = is_last
-    if sharded is not None and not is_last and plan is not None:
-        modules = modules_by_name(model)
-        for unit in plan.units:
-            # The modules of a unit share one FSDP2 state.
-            if unit.reduce_every_micro_step and isinstance(module := modules[unit.module_names[0]], FSDPModule):
-                module.set_requires_gradient_sync(True, recurse=False)
-                module.set_requires_all_reduce(False, recurse=False)
     try:
         yield
     finally:
-        if sharded is not None:
-            sharded.set_requires_gradient_sync(True)
+        for unit in units:
+            unit.set_requires_gradient_sync(True, recurse=False)
         if replicas is not None:
             replicas.reduces = True

@@ -128,7 +128,10 @@ class UnitOrder:
 
     def reduce(self, group: UnitGroup) -> None:
         """Reduce a unit's gradients, if it has any, when its turn comes; else end its backward."""
-        ready = group.reduce_grads and any(map(has_whole_gradient, self._reduced_parameters(group)))
+        if not group.reduce_grads:  # FSDP2 adds to the sums of earlier micro-steps, in the dtype that is reduced
+            group.end_backward()
+            return
+        ready = any(map(has_whole_gradient, self._reduced_parameters(group)))
         if ready and self._phase is not None:
             need, expected = REDUCE + 3 * self._numbers[group], self._phase.expected
             if expected.sequence and expected.find(need, self._phase.position) is None:

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.steps import micro_step
+from tests.helpers.checkpointed import whole
 from tests.helpers.distributed import RankFailure, run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
@@ -42,6 +43,27 @@ def test_unused_units_may_hold_gradients_in_another_dtype():
             with micro_step(model, is_last=is_last, plan=plan):
                 model(inputs(0, 0), picture=is_last and dist.get_rank() == 0).backward()
         assert model.get_parameter("picture.weight").grad is not None
+
+
+@pytest.mark.on_ranks(2, shared=True)
+def test_held_gradients_are_summed_in_the_reduced_dtype_as_by_fsdp2():
+    """Sums of several micro-steps in bf16 would differ in the third digit."""
+    stock = tiny_model("gpt2", dtype=torch.float32, layers=2)
+    model = copy.deepcopy(stock)
+    for module in (*stock.transformer.h, stock):
+        fully_shard(module, mp_policy=HALF)
+    units = find_units(model)
+    plan = plan_of(units, 2, "zero3", accumulation_steps=8, reduce_every_micro_step=False)
+    apply_plan(model, plan, units, meshes=Meshes("cpu"), mp_policy=HALF)
+    for number in range(8):
+        batch = tiny_batch(number, part=dist.get_rank(), parts=2)
+        stock.set_requires_gradient_sync(number == 7)
+        with micro_step(model, is_last=number == 7, plan=plan):
+            for one in (stock, model):
+                tiny_loss(one, batch).backward()
+    wanted = dict(stock.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(whole(parameter.grad), whole(wanted[name].grad), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.on_ranks(2, shared=True)
