@@ -4,13 +4,15 @@
     python benchmarks/gpu_memory.py --quick
     python benchmarks/gpu_memory.py --limits
     python benchmarks/gpu_memory.py --limits --margin 0.2 --between 0 0.25
+    python benchmarks/gpu_memory.py --layouts ddp mixed grouped
     python benchmarks/gpu_memory.py --json gpu_memory.json
 
 With a process group that sends nothing, this process has the shards of rank 0 of 8. Layout, gathers, reductions and
 the optimizer are those of FSDP2 and torch, on the device. There are two questions:
 
-1. Layouts (DDP, ZeRO-2, ZeRO-3, HSDP, mixed): the estimate against `max_memory_allocated` of a step. Aim: 1 % on
-   average.
+1. Layouts (DDP, ZeRO-2, ZeRO-3, HSDP, mixed, and ZeRO-3 with four blocks in a unit): the estimate against
+   `max_memory_allocated` of a step. Aim: 1 % on average. `--layouts` measures those named alone, of more models in
+   bf16.
 2. Plans of the search under a limit that `torch.cuda.set_per_process_memory_fraction` enforces: at the least limit
    that the planner calls feasible, and between it and what DDP needs. No such plan may run out of memory, and of a
    limit of 4 GiB or more at least 98 % of what the margin leaves must be used. Beside them stands whether the plan
@@ -50,6 +52,7 @@ from hf_osdp.modeling.build import build_on_meta  # noqa: E402
 from hf_osdp.planner.cost.evaluate import estimate_plan  # noqa: E402
 from hf_osdp.planner.decision import Batch  # noqa: E402
 from hf_osdp.planner.description import ModelDescription  # noqa: E402
+from hf_osdp.planner.grouping import grouped  # noqa: E402
 from hf_osdp.planner.hardware import Hardware  # noqa: E402
 from hf_osdp.planner.plan import Plan  # noqa: E402
 from hf_osdp.planner.presets import preset  # noqa: E402
@@ -127,8 +130,8 @@ MORE_MODELS = {
                "num_key_value_heads": 8, "num_local_experts": 8, "vocab_size": 32000},
     ),
 }  # fmt: skip
-"""Models of `--limits`, beside MODELS: 8B parameters, a vocabulary of 150k, pictures, experts."""
-LAYOUTS = ("ddp", "zero2", "zero3", "hsdp", "mixed")
+"""Models of `--limits` and `--layouts`, beside MODELS: 8B parameters, a vocabulary of 150k, pictures, experts."""
+LAYOUTS = ("ddp", "zero2", "zero3", "hsdp", "mixed", "grouped")
 PRECISIONS = ("no", "bf16")
 
 
@@ -196,6 +199,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two layouts of GPT-2 small in one precision, one limit")
     parser.add_argument("--limits", action="store_true", help="limits only, without the walk, of more models in bf16")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, help="these layouts only, of more models in bf16")
     parser.add_argument("--models", nargs="+", choices=MODELS | MORE_MODELS, help="of these models only")
     parser.add_argument("--margin", type=float, metavar="SHARE", help="share of the limit that plans leave free")
     parser.add_argument("--between", type=float, nargs="+", metavar="PART", help="limits, as parts of the way from the"
@@ -208,12 +212,13 @@ def main() -> int:
     layouts: list[LayoutRow] = []
     limits: list[LimitRow] = []
     cases = (("GPT-2 small",), ("bf16",)) if options.quick else (MODELS, PRECISIONS)
-    cases = ((*MODELS, *MORE_MODELS), ("bf16",)) if options.limits else cases
+    cases = ((*MODELS, *MORE_MODELS), ("bf16",)) if options.limits or options.layouts else cases
     for name, precision in itertools.product(options.models or cases[0], cases[1]):
         # One process for each, because a failed step leaves memory in the allocator.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             chosen = (("zero3", "mixed"), (0.0,)) if options.quick else (LAYOUTS, BETWEEN)
             chosen = ((), (*BETWEEN, 0.9)) if options.limits else chosen
+            chosen = (options.layouts, ()) if options.layouts else chosen
             chosen = (chosen[0], options.between or chosen[1], not options.limits, options.margin)
             found = pool.submit(measure_on_cuda, name, precision, *chosen).result()
         layouts += found[0]
@@ -281,6 +286,9 @@ def setting_of(name: str, model: Model, precision: str, device: torch.device) ->
 
 def measure_layout(setting: Setting, memory: Memory, layout: str) -> LayoutRow:
     """Measure one layout with all of the device's memory."""
+    if layout == "grouped":
+        description = grouped(setting.description, 4)
+        setting = replace(setting, description=description, trial=replace(setting.trial, units=description.units))
     plan = plan_of(setting, layout)
     reading = attempt(plan, setting, memory, None)
     return LayoutRow(
@@ -432,7 +440,7 @@ def plan_of(setting: Setting, layout: str) -> Plan:
     """Return a plan with one layout for all units; `mixed` alternates layouts."""
     batch = Batch(micro_batch_size=setting.job.micro_batch_size, accumulation_steps=1)
     strategy, hardware = (
-        Strategy({"zero3": "fsdp", "mixed": "osdp"}.get(layout, layout)),
+        Strategy({"zero3": "fsdp", "grouped": "fsdp", "mixed": "osdp"}.get(layout, layout)),
         preset("h100", devices_per_node=WORLD),
     )
     job = replace(setting.job, recompute=False, host_offload=False, offload_activations=False)
@@ -471,6 +479,8 @@ def show(layouts: Sequence[LayoutRow], limits: Sequence[LimitRow]) -> None:
         error = "-" if row.error is None else f"{row.error:+.2%}"
         print(f"{row.model:<13}{row.precision:<6}{row.layout:<8}{_text(row.estimated_bytes):>11}{_text(row.allocated_bytes):>11}"
               f"{_text(row.reserved_bytes):>11}{error:>9}")  # fmt: skip
+    if not limits:
+        return sys.stdout.flush()
     names = ("limit", "planned", "allocated", "reserved", "retries", "used", "survives")
     print(
         f"\n{'model':<13}{'dtype':<6}"

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.measurement.model_copies import empty_copy, fill
@@ -38,9 +37,10 @@ def sharded_copy(plan: Plan, trial: Trial, meshes: Meshes) -> nn.Module:
     No device holds the whole model: the copy is sharded on the meta device, and only then allocated.
     """
     policy = mp_policy(trial.job.precision)
-    model = empty_copy(trial.model, torch.device("meta") if needs_process_group(plan, policy) else trial.device)
+    is_sharded = needs_process_group(plan, policy)
+    model = empty_copy(trial.model, torch.device("meta") if is_sharded else trial.device)
     apply_plan(model, plan, trial.units, meshes=meshes, mp_policy=policy, broadcast=False)
-    if isinstance(model, FSDPModule):
+    if is_sharded:
         move_to_device(model, trial.device, empty=True)
     fill(model, trial.model)
     precision = trial.job.precision
