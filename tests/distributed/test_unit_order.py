@@ -12,8 +12,12 @@ import transformers
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+from benchmarks import trial as trials
 from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.measurement.step_meter import StepMeter
+from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.units import find_units
+from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.plan import Plan
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.steps import micro_step
@@ -21,6 +25,8 @@ from tests.helpers.checkpointed import whole
 from tests.helpers.distributed import RankFailure, run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+from tests.helpers.simulation import Trial, built
+from tests.helpers.steps import batch_on, make_optimizer, train_step
 
 from .cases.modules import inputs, parts, units_of_parts
 
@@ -143,3 +149,26 @@ def test_layer_drop_is_not_switched_off():
     apply_plan(model, plan_of(units, 2, "zero3"), units, meshes=Meshes("cpu"))
     assert is_fsdp_managed_module(model)  # for `generate`
     assert not any(is_fsdp_managed_module(module) for module in model.modules() if not hasattr(module, "generate"))
+
+
+@pytest.mark.on_ranks(2, shared=True)
+def test_peak_where_gradients_are_held_on_real_ranks_is_estimated():
+    """Simulated steps have no other rank, and so no order of units."""
+    trial = Trial(
+        model="small llama", world=2, samples=2, steps=3, hold=(True,), precision="bf16", device_type="cpu"
+    )  # fmt: skip
+    description, job, told = trial.description, trial.job, []
+    plan = Plan.of(description, trial.layouts, trial.batch, world_size=2)
+    inputs, device = training_batch(built(trial.model), trial.length), torch.device("cpu")
+    whole_model = trials.Trial(
+        model=built(trial.model), units=description.units, job=job, inputs=inputs, device=device
+    )  # fmt: skip
+    model = trials.sharded_copy(plan, whole_model, Meshes("cpu"))
+    optimizer = make_optimizer(model, job.optimizer, plan, description.units)
+    meter = StepMeter(model, device, told.append, plan, may_skip=False, steps=3)
+    batch = batch_on(inputs, 2, device)
+    for _ in range(3):
+        train_step(model, optimizer, batch, plan, job)
+    assert meter.model is None
+    estimate = estimate_memory(description, trial.layouts, 2, job, trial.batch)
+    assert told[0].peak_bytes == pytest.approx(estimate.peak_bytes, rel=2e-3)
