@@ -97,7 +97,7 @@ class GradientChecks:
         self._marks: dict[UnitGroup, _Mark] = {}
         """By unit whose gradients wait."""
         self._earlier_marks: dict[UnitGroup, _Mark] = {}
-        """Marks of the micro-step before, which nothing has changed."""
+        """Marks of an earlier micro-step, which nothing has changed."""
         self._unmarked: list[UnitGroup] = []
         """Further units whose gradients wait."""
 
@@ -170,7 +170,6 @@ class GradientChecks:
                 mark = self._earlier_marks.get(group)
                 self._marks[group] = mark = mark if mark is not None and mark.shard is shard else _Mark.of(shard)
                 shard.grad = mark.zeros
-        self._earlier_marks = {}
         self._unmarked = [group for group in free if group not in self._marks]
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
