@@ -10,6 +10,7 @@ from torch import nn
 from hf_osdp.modeling import activations as offloading
 from hf_osdp.modeling.activations import offload
 from hf_osdp.modeling.wrapping import recompute
+from tests.helpers.host_tracker import HostTracker
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 from tests.helpers.offloading import WAYS, Way
 
@@ -57,6 +58,24 @@ def test_blocks_of_each_way_train_together_with_dropout_and_retained_graph():
         loss.backward(retain_graph=True)
         loss.backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def device_and_host_bytes(block: nn.Module, x: torch.Tensor) -> tuple[int, int]:
+    """Bytes that a block's forward leaves beside its parameters and output: its input and what it saves."""
+    with HostTracker(block_bytes=1) as memory, memory.host_copies():
+        output = block(x * 1)
+        left = memory.current_bytes - output.nbytes
+        assert output.requires_grad
+        return left, memory.host_peak_bytes
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_only_the_output_is_left_on_the_device(way):
+    x = torch.randn(2, 8, 20, dtype=torch.float64, requires_grad=True)
+    saved, _ = device_and_host_bytes(blocks_offloaded().transformer.h[0], x)
+    left, away = device_and_host_bytes(blocks_offloaded(way).transformer.h[0], x)
+    assert left == 0 < saved
+    assert away == (saved if way is offload else x.nbytes)
 
 
 class Toy(nn.Module):
