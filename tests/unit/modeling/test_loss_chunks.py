@@ -18,6 +18,7 @@ from tests.helpers.architectures import tiny_architecture
 from tests.helpers.models import VOCABULARY, tiny_batch, tiny_model
 
 MODELS = {
+    "bert": lambda: tiny_model("bert", layers=1),  # its head has a bias
     "llama": lambda: tiny_model("llama", layers=1),
     "gemma2": lambda: tiny_architecture("Gemma2ForCausalLM", final_logit_softcapping=0.5),
     "t5": lambda: tiny_architecture("T5ForConditionalGeneration"),
@@ -37,7 +38,7 @@ def causal_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_inde
 def pair(name: str = "llama") -> tuple[nn.Module, nn.Module]:
     """A model, and its equal with the loss in chunks."""
     model = MODELS[name]()
-    if name != "t5":
+    if name in ("llama", "gemma2"):
         model.loss_function = causal_loss
     chunked = copy.deepcopy(model)
     chunk_loss(chunked, CHUNKS)
@@ -75,7 +76,7 @@ ITEMS = {"num_items_in_batch": torch.tensor(77)}
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("gemma2", {}), ("gemma2", ITEMS), ("gemma2", {"label_smoothing": 0.2}), ("t5", {})],
+    [("gemma2", {}), ("gemma2", ITEMS), ("gemma2", {"label_smoothing": 0.2}), ("bert", {}), ("t5", {})],
 )
 def test_loss_and_gradients_are_those_of_whole_logits(name, options):
     whole, chunked = pair(name)

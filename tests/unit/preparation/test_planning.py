@@ -120,11 +120,10 @@ def test_plan_of_several_blocks_a_unit_is_that_of_a_given_plan(model, caplog):
 
 
 def test_models_that_leave_out_layers_keep_single_blocks():
-    name = "WhisperForConditionalGeneration"
-    model = tiny_architecture(name, encoder_layers=4, decoder_layers=4).float()
+    model = tiny_architecture("OPTForCausalLM", num_hidden_layers=4).float()
     builder = builder_of(model)
     assert builder._best_split(builder.build()).blocks_per_unit > 1
-    model.config.decoder_layerdrop = 0.1
+    model.config.layerdrop = 0.1
     assert builder._best_split(builder.build()).blocks_per_unit == 1
     with pytest.raises(ValueError, match="leaves out some at random \\(LayerDrop\\); leave blocks_per_unit out"):
         builder_of(model, blocks_per_unit=2).find()
