@@ -6,9 +6,7 @@ import random
 
 import pytest
 import torch
-import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from hf_osdp.modeling import selective
 from hf_osdp.modeling.batch import training_batch
@@ -19,17 +17,12 @@ from hf_osdp.planner.search.search import search
 from hf_osdp.planner.training_job import TrainingJob
 from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.recomputation import LoggedCall, OperatorLog, _warn_about_generator
+from tests.helpers.architectures import tiny_architecture
 from tests.helpers.problems import problem
 
-GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 50}
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-SMALL |= {"vocab_size": 50}
 MODELS = {
-    "gpt2 with dropout": transformers.GPT2Config(**GPT2),
-    "gpt2 without": transformers.GPT2Config(**GPT2, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0),
-    "llama": transformers.LlamaConfig(**SMALL, num_key_value_heads=2, attention_dropout=0.1),
-    "bert": transformers.BertConfig(**SMALL),
-    "mixtral": transformers.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=3),
+    "GPT2LMHeadModel": {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
+    "MixtralForCausalLM": {"attention_dropout": 0.1, "num_local_experts": 3},
 }
 
 
@@ -57,9 +50,7 @@ def saveable(block: nn.Module, run) -> list[LoggedCall]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_the_plain_model_whatever_is_saved(name):
-    kind = AutoModelForMaskedLM if name == "bert" else AutoModelForCausalLM
-    eager = {"experts_implementation": "eager"} if name == "mixtral" else {}  # others have no float64
-    model = kind.from_config(MODELS[name], **eager).double().train()
+    model = tiny_architecture(name, **MODELS[name])
     batch = training_batch(model, 16)(2)
 
     def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -171,7 +162,7 @@ def test_operators_that_do_not_run_are_named_once_and_recomputed(caplog):
 
 
 class Shared(nn.Module):
-    """Uses one weight twice, whose cast autocast keeps."""
+    """Uses one weight three times, whose cast autocast keeps."""
 
     def __init__(self):
         super().__init__()
@@ -181,10 +172,7 @@ class Shared(nn.Module):
         return self.norm(nn.functional.dropout(self.linear(self.linear(x).relu()), 0.5)) * self.linear(x).sigmoid()
 
 
-SAVED = [(), ("addmm#1",), ("addmm#0", "addmm#2", "relu#0"), ("native_layer_norm#0", "sigmoid#0")]
-
-
-@pytest.mark.parametrize("saved", SAVED)
+@pytest.mark.parametrize("saved", [(), ("addmm#0", "addmm#2", "relu#0"), ("native_layer_norm#0", "sigmoid#0")])
 @pytest.mark.parametrize("cached_before", [False, True])
 def test_casts_that_autocast_keeps_change_no_gradients_or_saves(saved, cached_before, monkeypatch):
     taken, take = [], selective._Output.take

@@ -1,81 +1,34 @@
-"""Operators in slices compute what whole ones do; what cannot be split is refused."""
+"""Operators in slices: weights and states have the whole operators' names; what cannot be split is refused."""
 
+import copy
 import functools
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch._subclasses import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_osdp.errors import OSDPError
 from hf_osdp.modeling.split.modules import SplitLinear
-from hf_osdp.modeling.split.names import is_split, whole_parameters
+from hf_osdp.modeling.split.names import WholeParameter, is_split, merge_state_dict, whole_parameters
 from hf_osdp.modeling.split.operators import split_operators
 from hf_osdp.planner.split import OperatorSplit
-from tests.helpers.models import tiny_batch, tiny_model
+from hf_osdp.sharding.optimizer_steps import parameter_names, rebind_parameters
+from hf_osdp.sharding.state import (
+    WholeTensor,
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+)
+from tests.helpers.checkpointed import groups_of
+from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 
-
-def operator(kind: str, features: int = 11, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """With tiny integers for weights: sums of their products are exact, in bfloat16 too."""
-    module = Conv1D(features, 6) if kind == "conv1d" else nn.Linear(6, features, bias=kind == "linear")
-    for parameter in module.parameters():
-        parameter.data = torch.randint(-2, 3, parameter.shape).to(dtype)
-    return module
-
-
-def integers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randint(-2, 3, shape).to(dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("slices", [2, 4, 11])
-@pytest.mark.parametrize("kind", ["linear", "no bias", "conv1d"])
-def test_split_operator_computes_outputs_and_gradients_of_the_whole(kind, slices, dtype):
-    whole = operator(kind, dtype=dtype)
-    split = SplitLinear(whole, slices)
-    value, grad = integers(2, 3, 6, dtype=dtype), integers(2, 3, 11, dtype=dtype)
-    inputs = [value.clone().requires_grad_() for _ in range(2)]
-    outputs = [module(x) for module, x in zip((whole, split), inputs, strict=True)]
-    assert torch.equal(*outputs)
-    for output in outputs:
-        output.backward(grad)
-    assert torch.equal(inputs[0].grad, inputs[1].grad)
-    for leaf, dim in split.leaves.items():
-        assert torch.equal(torch.cat([part.grad for part in split.parts(leaf)], dim), getattr(whole, leaf).grad)
-
-
-def test_split_operator_takes_weights_over():
-    whole = operator("linear")
-    whole.weight.requires_grad_(False)
-    whole.eval()
-    split = SplitLinear(whole, 2)
-    assert torch.equal(split.slices[0].weight, whole.weight[: split.sizes[0]])
-    assert all(part.weight.untyped_storage().nbytes() == part.weight.nbytes for part in split.slices), "of its own"
-    assert not split.slices[1].weight.requires_grad and split.slices[1].bias.requires_grad
-    assert not split.training and not split.slices[0].training
-    assert all(part.weight.is_contiguous() for part in SplitLinear(operator("conv1d"), 2).slices)
-    with pytest.raises(AttributeError, match="no 'weight': it is split into 2 slices; leave it whole"):
-        split.weight  # noqa: B018
-
-
-def test_slice_may_change_between_forward_and_backward_of_another():
-    split = SplitLinear(operator("linear"), 2)
-    loss = split.slices[0](integers(3, 6).requires_grad_()).sum()
-    with torch.no_grad():
-        split.slices[1].weight.add_(1)
-    loss.backward()
-
-
-def test_operators_are_split_on_meta_and_fake_tensors():
-    with torch.device("meta"):
-        assert SplitLinear(operator("conv1d"), 4)(torch.empty(2, 6)).shape == (2, 11)
-    with FakeTensorMode():
-        split = SplitLinear(nn.Linear(6, 11), 4)
-        split(torch.empty(2, 6)).sum().backward()
-        assert split.slices[3].weight.grad.shape == (2, 6)
+FC = "transformer.h.0.mlp.c_fc"
+NAMES = (FC, "transformer.h.1.attn.c_attn")
+GPT2 = functools.partial(tiny_model, "gpt2", layers=2)
 
 
 def split(model: nn.Module, slices: int, *names: str) -> nn.Module:
@@ -83,54 +36,28 @@ def split(model: nn.Module, slices: int, *names: str) -> nn.Module:
     return model
 
 
-NAMES = ("transformer.h.0.mlp.c_fc", "transformer.h.1.attn.c_attn", "transformer.h.2.mlp.c_proj")
-GPT2 = functools.partial(tiny_model, "gpt2")
+@pytest.mark.parametrize("whole", [nn.Linear(6, 11), Conv1D(11, 6)], ids=["Linear", "Conv1D"])
+def test_slices_take_weights_over_into_memory_of_their_own(whole):
+    whole.weight.requires_grad_(False)
+    slices = SplitLinear(whole.eval(), 2)
+    for leaf, dim in slices.leaves.items():
+        assert torch.equal(torch.cat([*slices.parts(leaf)], dim), getattr(whole, leaf))
+    for part in slices.slices:
+        assert part.weight.is_contiguous() and part.weight.untyped_storage().nbytes() == part.weight.nbytes
+        assert not part.weight.requires_grad and part.bias.requires_grad and not part.training
+    with pytest.raises(AttributeError, match="no 'weight': it is split into 2 slices; leave it whole"):
+        slices.weight  # noqa: B018
 
 
-@pytest.mark.parametrize("slices", [2, 3, 20])
-def test_outputs_and_state_dict_are_the_whole_models(slices):
-    whole, inputs = GPT2(), tiny_batch(0)["input_ids"]
-    model = split(GPT2(), slices, *NAMES)
-    assert is_split(model) and not is_split(whole)
-    assert (model(inputs).logits - whole(inputs).logits).abs().max().item() < 1e-14
-    state, want = model.state_dict(), whole.state_dict()
-    assert set(state) == set(want)
-    assert all(torch.equal(state[name], value) for name, value in want.items())
-
-
-def test_pretrained_weights_load_and_are_saved(tmp_path):
-    whole, model = GPT2(seed=5), split(GPT2(), 4, *NAMES)
-    assert str(model.load_state_dict(whole.state_dict())) == "<All keys matched successfully>"
-    model.save_pretrained(tmp_path)
-    again = GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float64)
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in whole.state_dict().items())
-
-
-def test_loading_tells_what_does_not_fit():
-    model, state = split(GPT2(), 4, *NAMES), GPT2().state_dict()
-    message = r"transformer.h.0.mlp.c_fc.weight: shape \(20, 79\) was given, but the model's is \(20, 80\)"
-    with pytest.raises(RuntimeError, match=message):
-        model.load_state_dict({**state, "transformer.h.0.mlp.c_fc.weight": torch.zeros(20, 79)})
-    del state["transformer.h.0.mlp.c_fc.bias"]
-    with pytest.raises(RuntimeError, match=r"Missing key.*transformer.h.0.mlp.c_fc.slices.0.bias"):
-        model.load_state_dict(state)
-
-
-def test_slices_have_names_in_the_whole_and_of_their_own():
-    model = split(GPT2(), 4, *NAMES)
-    names = whole_parameters(model)
-    fc = names["transformer.h.0.mlp.c_fc.weight"]
-    assert fc.parts == tuple(f"transformer.h.0.mlp.c_fc.slices.{index}.weight" for index in range(4))
-    assert (fc.dim, fc.sizes, fc.shape, fc.starts) == (1, (20,) * 4, (20, 80), (0, 20, 40, 60))
-
-
-def test_blocks_in_a_checkpoint_wrapper_keep_their_names():
-    model = GPT2()
+def test_slices_have_names_in_the_whole_through_checkpoint_wrappers():
+    model, state = GPT2(), GPT2().state_dict()
     model.transformer.h[0] = checkpoint_wrapper(model.transformer.h[0])
-    want = set(model.state_dict())
-    split(model, 2, "transformer.h.0.mlp.c_fc")
-    assert set(whole_parameters(model)) == {"transformer.h.0.mlp.c_fc.weight", "transformer.h.0.mlp.c_fc.bias"}
-    assert set(model.state_dict()) == want
+    names = whole_parameters(split(model, 3, FC))
+    assert set(names) == {f"{FC}.weight", f"{FC}.bias"}
+    weight = names[f"{FC}.weight"]
+    assert weight.parts == tuple(f"{FC}.slices.{index}.weight" for index in range(3))
+    assert (weight.dim, weight.sizes, weight.shape, weight.starts) == (1, (27, 27, 26), (20, 80), (0, 27, 54))
+    assert set(model.state_dict()) == set(state)
 
 
 def test_operator_in_two_places_is_split_in_both():
@@ -139,38 +66,140 @@ def test_operator_in_two_places_is_split_in_both():
     assert model["a"][0] is model["b"][0] and is_split(model["a"])
 
 
-def changed(change, model=None):
-    model = model or GPT2()
-    change(model)
+FIRST, SECOND = (nn.Linear(4, 4) for _ in range(2))
+SECOND.weight = FIRST.weight
+TIED = nn.ModuleDict({"up": FIRST, "down": SECOND})
+
+
+def hooked() -> nn.Module:
+    model = GPT2()
+    model.get_submodule(FC).register_forward_hook(print)
     return model
 
 
-FC = "transformer.h.0.mlp.c_fc"
-TWO = nn.ModuleDict({"up": nn.Linear(4, 4), "down": nn.Linear(4, 4)})
-WRONG = {
+REFUSED = {
     "absent": (GPT2, "transformer.mlp.c_fc", f"is not a module of GPT2LMHeadModel; did you mean '{FC}'?"),
     "absent, nothing alike": (GPT2, "nothing", "take a name from named_modules"),
     "too many slices": (GPT2, FC, "has 80 output features, too few for 81 slices; use at most 80"),
-}
-REFUSED = WRONG | {
     "another class": (GPT2, "transformer.h.0.ln_1", "is a LayerNorm, but only nn.Linear and GPT-2's Conv1D"),
     "a subclass": (lambda: nn.MultiheadAttention(4, 2), "out_proj", "is a NonDynamicallyQuantizableLinear"),
-    "the embedding": (GPT2, "transformer.wte", "is a Embedding, but only nn.Linear and GPT-2's Conv1D"),
     "the head": (GPT2, "lm_head", "is the vocabulary projection; leave it whole, and take its loss in chunks"),
-    "tied": (lambda: changed(lambda m: setattr(m["down"], "weight", m["up"].weight), TWO), "up",
-             "shares its weight or bias with 'down', which is not split with it; leave it whole"),
+    "tied": (lambda: TIED, "up", "shares its weight or bias with 'down', which is not split with it; leave it whole"),
     "split already": (lambda: split(GPT2(), 2, FC), FC, "already in 2 slices"),
-    "a slice": (lambda: split(GPT2(), 2, FC), f"{FC}.slices.0", "is a LinearSlice"),
-    "hooks": (lambda: changed(lambda m: m.get_submodule(FC).register_forward_hook(print)), FC, "has hooks"),
-}  # fmt: skip
+    "hooks": (hooked, FC, "has hooks"),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_split_is_refused_and_left_alone(name):
-    model, fqn, says = REFUSED[name]
-    built = model()
-    before = {name: type(module) for name, module in built.named_modules()}
-    with pytest.raises(ValueError if name in WRONG else OSDPError) as caught:
-        split(built, 81 if name == "too many slices" else 2, *([FC] if fqn == "nothing" else []), fqn)
+    make, fqn, says = REFUSED[name]
+    model, wrong = make(), name in ("absent", "absent, nothing alike", "too many slices")
+    before = {name: type(module) for name, module in model.named_modules()}
+    with pytest.raises(ValueError if wrong else OSDPError) as caught:
+        split(model, 81 if name == "too many slices" else 2, *([FC] if fqn == "nothing" else []), fqn)
     assert says in str(caught.value) and repr(fqn) in str(caught.value) and "\n" not in str(caught.value)
-    assert {name: type(module) for name, module in built.named_modules()} == before
+    assert {name: type(module) for name, module in model.named_modules()} == before
+
+
+def test_states_that_do_not_fit_are_refused():
+    model, whole = split(GPT2(), 4, *NAMES), GPT2().state_dict()
+    with pytest.raises(RuntimeError, match=r"c_fc.weight: shape \(20, 79\) was given, but the model's is \(20, 80\)"):
+        model.load_state_dict({**whole, f"{FC}.weight": torch.zeros(20, 79)})
+    del whole[f"{FC}.bias"]
+    with pytest.raises(RuntimeError, match=rf"Missing key.*{FC}.slices.0.bias"):
+        model.load_state_dict(whole)
+    own = dict(model.named_parameters())
+    del own[f"{FC}.slices.1.bias"]
+    with pytest.raises(OSDPError, match=rf"slices.1.bias' is not in the state.*give all slices of '{FC}.bias'"):
+        merge_state_dict(own, model)
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer_of(model).load_state_dict(torch.optim.AdamW(nn.Linear(2, 2).parameters()).state_dict())
+
+
+# ---- a training goes on in other slices
+
+
+def model_in(slices: int, seed: int = 0) -> nn.Module:
+    return split(GPT2(seed=seed), slices, *NAMES[: len(NAMES) if slices > 1 else 0])
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups, as the Trainer makes them, from the model before it was split, then bound to its slices."""
+    whole = GPT2()
+    optimizer = torch.optim.AdamW(groups_of(whole), lr=1e-2)
+    rebind_parameters(optimizer, parameter_names(whole), model)
+    return optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        tiny_loss(model, tiny_batch(step)).backward()
+        optimizer.step()
+
+
+def full_states(model: nn.Module, optimizer: torch.optim.Optimizer):
+    """By names, as checkpoints have them; returns what loads them."""
+    weights, state = full_state_dict(model), full_optimizer_state_dict(model, optimizer)
+    whole = {name: tuple(parameter.shape) for name, parameter in GPT2().named_parameters()}
+    assert {name: tuple(own["exp_avg"].shape) for name, own in state["state"].items()} == whole
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    assert names == sorted(whole, key=lambda name: len(whole[name]) == 1)
+
+    def load(other: nn.Module, its: torch.optim.Optimizer) -> None:
+        load_full_state_dict(other, weights)
+        load_full_optimizer_state_dict(other, its, state)
+        steps = [own["step"] for own in its.state.values()]
+        assert len({step.data_ptr() for step in steps}) == len(steps)
+
+    return load
+
+
+def own_state_dicts(model: nn.Module, optimizer: torch.optim.Optimizer):
+    """By positions of the whole model's parameters, as torch has them; returns what loads them."""
+    weights, state = {k: v.clone() for k, v in model.state_dict().items()}, copy.deepcopy(optimizer.state_dict())
+    whole = optimizer_of(GPT2()).state_dict()["param_groups"]
+    assert [group["params"] for group in state["param_groups"]] == [group["params"] for group in whole]
+
+    def load(other: nn.Module, its: torch.optim.Optimizer) -> None:
+        other.load_state_dict(weights)
+        its.load_state_dict(state)
+
+    return load
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (4, 3)])
+@pytest.mark.parametrize("states", [full_states, own_state_dicts])
+def test_training_continues_in_any_number_of_slices(states, before, after):
+    first = model_in(before)
+    optimizer = optimizer_of(first)
+    train(first, optimizer, range(2))
+    load = states(first, optimizer)
+    train(first, optimizer, range(2, 4))
+
+    second = model_in(after, seed=3)
+    optimizer = optimizer_of(second)
+    load(second, optimizer)
+    train(second, optimizer, range(2, 4))
+    found, wanted = full_state_dict(second), full_state_dict(first)
+    assert set(found) == set(wanted)
+    assert max((found[name] - wanted[name]).abs().max().item() for name in found) < 1e-12
+
+
+def sliced(whole: torch.Tensor, sizes: tuple[int, ...], dim: int) -> WholeTensor:
+    parts = tuple(f"w{i}" for i in range(len(sizes)))
+    name = WholeParameter(name="w", parts=parts, dim=dim, sizes=sizes, shape=tuple(whole.shape))
+    return WholeTensor([part.clone() for part in whole.split(list(sizes), dim)], name)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("dim", "sizes"), [(0, (3, 2, 2)), (1, (4, 4, 3))])
+def test_slices_are_saved_as_one_tensor_and_loaded_into_others(tmp_path, dim, sizes):
+    whole = torch.arange(77.0).view(7, 11)
+    dcp.save({"w": sliced(whole, sizes, dim)}, checkpoint_id=tmp_path)
+    plain, other = torch.zeros(7, 11), sliced(torch.zeros(7, 11), (5, 2), 0)
+    dcp.load({"w": plain}, checkpoint_id=tmp_path)
+    dcp.load({"w": other}, checkpoint_id=tmp_path)
+    assert torch.equal(plain, whole) and torch.equal(torch.cat(other.parts), whole)
+    with pytest.raises(NotImplementedError, match="on a WholeTensor, which can only be saved and loaded"):
+        other + 1

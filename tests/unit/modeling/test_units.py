@@ -14,14 +14,11 @@ from hf_osdp.planner.description import GatherSpan
 
 BLOCKS = {
     "GPT2LMHeadModel": {"GPT2Block": 3}, "BertForMaskedLM": {"BertLayer": 2},
-    "BertForSequenceClassification": {"BertLayer": 2}, "RobertaForMaskedLM": {"RobertaLayer": 2},
-    "DistilBertForMaskedLM": {"TransformerBlock": 2}, "T5ForConditionalGeneration": {"T5Block": 4},
+    "BertForSequenceClassification": {"BertLayer": 2}, "T5ForConditionalGeneration": {"T5Block": 4},
     "BartForConditionalGeneration": {"BartEncoderLayer": 2, "BartDecoderLayer": 2},
-    "OPTForCausalLM": {"OPTDecoderLayer": 2}, "LlamaForCausalLM": {"LlamaDecoderLayer": 2},
-    "Qwen2ForCausalLM": {"Qwen2DecoderLayer": 2}, "MistralForCausalLM": {"MistralDecoderLayer": 2},
-    "GemmaForCausalLM": {"GemmaDecoderLayer": 2}, "ViTForImageClassification": {"ViTLayer": 2},
+    "LlamaForCausalLM": {"LlamaDecoderLayer": 2}, "GemmaForCausalLM": {"GemmaDecoderLayer": 2},
+    "ViTForImageClassification": {"ViTLayer": 2}, "MixtralForCausalLM": {"MixtralDecoderLayer": 2},
     "WhisperForConditionalGeneration": {"WhisperEncoderLayer": 2, "WhisperDecoderLayer": 2},
-    "MixtralForCausalLM": {"MixtralDecoderLayer": 2},
 }  # fmt: skip
 EMBEDDING_AND_HEAD = {
     "GPT2LMHeadModel": {"transformer.wte+lm_head": GatherSpan.STEP},
@@ -72,17 +69,17 @@ def test_tied_parameters_are_listed_with_all_their_names(meta_model):
     assert "cls.predictions.transform.dense.weight" in [p.name for p in tied.parameters]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
-
-
 class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(4, 2)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
 
 
 class Inner(nn.Linear):

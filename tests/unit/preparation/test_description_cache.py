@@ -39,15 +39,8 @@ def described(traced, monkeypatch):
     return traced
 
 
-def model(change=None, **changes):
-    made = build_on_meta(GPT2Config(**{**CONFIG, **changes}))
-    if change:
-        change(made)
-    return made
-
-
-def frozen(made):
-    made.transformer.wpe.requires_grad_(False)
+def model(**changes):
+    return build_on_meta(GPT2Config(**{**CONFIG, **changes}))
 
 
 def batch(samples, *, filled=False):
@@ -65,25 +58,40 @@ def test_same_model_is_traced_once_and_its_warning_repeated(traced, caplog):
     assert found[0] == found[1] and len(traced) == 1
 
 
+def eager(config):
+    other = copy.deepcopy(config)
+    other._attn_implementation = "eager"
+    return other
+
+
 SAME = {"sequence_length": 16, "inputs": batch}
+OTHER_OPTIONS = {
+    "length": {"sequence_length": 24},
+    "device": {"device_type": "cuda"},
+    "content": {"inputs": lambda samples: batch(samples, filled=True)},
+    "setting in the batch": {"inputs": lambda samples: {**batch(samples), "use_cache": False}},
+}
+OTHER_CONFIGURATIONS = {"size": {"n_embd": 64}, "dropout of all": {"resid_pdrop": 0.0}}
+OTHER_OBJECTS = {  # unlike their configuration
+    "dtype": lambda own: own.to(torch.bfloat16),
+    "frozen": lambda own: own.transformer.wpe.requires_grad_(False),
+    "untied": lambda own: setattr(own.lm_head, "weight", nn.Parameter(own.lm_head.weight.detach().clone())),
+    "dropout of one": lambda own: setattr(own.transformer.h[1].mlp.dropout, "p", 0.5),
+    "checkpointing": lambda own: own.gradient_checkpointing_enable(),
+    "evaluation": lambda own: own.eval(),
+    "attention of a part": lambda own: setattr(own.transformer.h[0].attn, "config", eager(own.config)),
+    "setting in a tuple": lambda own: setattr(own.transformer.h[0], "window", (1, 2)),
+    "buffer": lambda own: own.register_buffer("ema", torch.zeros(9)),
+}
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        lambda: describe_once(model(), **{**SAME, "sequence_length": 24}),
-        lambda: describe_once(model(), **SAME, device_type="cuda"),
-        lambda: describe_once(model(n_embd=64), **SAME),
-        lambda: describe_once(model(resid_pdrop=0.0), **SAME),
-        lambda: describe_once(model().to(torch.bfloat16), **SAME),
-        lambda: describe_once(model(), sequence_length=16, inputs=lambda samples: batch(samples, filled=True)),
-        lambda: describe_once(model(), sequence_length=16, inputs=lambda n: {**batch(n), "use_cache": False}),
-    ],
-)
-def test_what_differs_is_traced_anew_and_once(described, changed):
+@pytest.mark.parametrize("change", [*OTHER_OPTIONS, *OTHER_CONFIGURATIONS, *OTHER_OBJECTS])
+def test_what_differs_is_traced_anew_and_once(described, change):
     describe_once(model(), **SAME)
     for _ in range(2):
-        changed()
+        changed = model(**OTHER_CONFIGURATIONS.get(change, {}))
+        OTHER_OBJECTS.get(change, id)(changed)
+        describe_once(changed, **{**SAME, **OTHER_OPTIONS.get(change, {})})
     assert len(described) == 2
 
 
@@ -96,31 +104,6 @@ def test_other_code_is_another_description_and_own_loss_none(described, monkeypa
     for _ in range(2):
         describe_once(model(), sequence_length=16, loss=lambda model, batch: model(**batch).loss)
     assert len(described) == 4
-
-
-def eager(config):
-    other = copy.deepcopy(config)
-    other._attn_implementation = "eager"
-    return other
-
-
-OWN = {
-    "frozen": frozen,
-    "untied": lambda own: setattr(own.lm_head, "weight", nn.Parameter(own.lm_head.weight.detach().clone())),
-    "dropout": lambda own: setattr(own.transformer.h[1].mlp.dropout, "p", 0.5),
-    "checkpointing": lambda own: own.gradient_checkpointing_enable(),
-    "evaluation": lambda own: own.eval(),
-    "attention of a part": lambda own: setattr(own.transformer.h[0].attn, "config", eager(own.config)),
-    "setting in a tuple": lambda own: setattr(own.transformer.h[0], "window", (1, 2)),
-    "buffer": lambda own: own.register_buffer("ema", torch.zeros(9)),
-}
-
-
-@pytest.mark.parametrize("change", OWN)
-def test_object_unlike_its_configuration_is_traced_anew_and_once(described, change):
-    for changed in (None, OWN[change], OWN[change]):
-        describe_once(model(changed), sequence_length=16)
-    assert len(described) == 2
 
 
 def own_forward(self, hidden):

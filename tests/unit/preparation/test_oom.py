@@ -45,11 +45,6 @@ OTHERS = (
 )  # fmt: skip
 
 
-def handler_of(plan: Plan, problem: PlanningProblem | None, on_oom: str = "raise", device: str = "cpu"):
-    device = torch.device(device)
-    return OutOfMemoryHandler(nn.Linear(1, 1), plan, (), hardware=problem.hardware, on_oom=on_oom, device=device)
-
-
 @pytest.fixture(scope="module")
 def problem() -> PlanningProblem:
     hardware = preset("cpu", devices_per_node=4)
@@ -64,24 +59,29 @@ def plan(problem) -> Plan:
 
 
 @pytest.fixture
-def handled(problem, plan):
-    """A function from an error to its text after it was handled."""
+def handler_of(problem, plan):
+    """A function from options to what handles errors."""
 
-    def handle(error: BaseException, on_oom: str = "raise", device: str = "cpu") -> str:
-        handler = handler_of(plan, problem, on_oom, device)
-        handler.handle(error)
-        handler.handle(error)  # it is explained once
-        return str(error)
+    def make(on_oom: str = "raise", device: str = "cpu") -> OutOfMemoryHandler:
+        options = {"hardware": problem.hardware, "on_oom": on_oom, "device": torch.device(device)}
+        return OutOfMemoryHandler(nn.Linear(1, 1), plan, (), **options)
 
-    return handle
+    return make
+
+
+def handled(handler: OutOfMemoryHandler, error: BaseException) -> str:
+    """The error's text after it was handled."""
+    handler.handle(error)
+    handler.handle(error)  # it is explained once
+    return str(error)
 
 
 @pytest.mark.parametrize("kind", [*DEVICE, *HOST])
-def test_every_kind_is_known_and_explained_in_the_same_error(kind, problem, plan):
+def test_every_kind_is_known_and_explained_in_the_same_error(kind, handler_of):
     error_type, text = {**DEVICE, **HOST}[kind]
     error = error_type(text)
     assert is_out_of_memory(error) and is_of_host(error) == (kind in HOST)
-    with pytest.raises(error_type) as caught, handler_of(plan, problem).explained():
+    with pytest.raises(error_type) as caught, handler_of().explained():
         raise error
     said = str(error)
     assert caught.value is error and said.startswith("Out of memory on ") and "memory_limit=" in said
@@ -90,9 +90,9 @@ def test_every_kind_is_known_and_explained_in_the_same_error(kind, problem, plan
 
 
 @pytest.mark.parametrize("error", OTHERS)
-def test_other_errors_are_none_and_stay_as_they_are(error, handled):
+def test_other_errors_are_none_and_stay_as_they_are(error, handler_of):
     assert not is_out_of_memory(error)
-    assert error is None or handled(error) == str(type(error)(*error.args))
+    assert error is None or handled(handler_of(), error) == str(type(error)(*error.args))
 
 
 @pytest.mark.parametrize("over", [0, 0.08, 0.2])
@@ -104,19 +104,18 @@ def test_safer_limit_is_lower_by_excess_over_estimate(problem, plan, over):
     assert safer_limit(4 * plan.peak_bytes, plan, None) == int(0.95 * plan.peak_bytes)
 
 
-@pytest.mark.parametrize("kind", ["allocator", "cublas", "accelerator", "nccl"])
-def test_replan_restarts_by_the_safer_limit_or_says_why_not(problem, plan, handled, monkeypatch, kind):
+def test_replan_restarts_by_the_safer_limit_or_says_why_not(problem, plan, handler_of, monkeypatch):
     limits = []
-    error_type, text = DEVICE[kind]
     monkeypatch.setattr(restart, "reason_not_to_restart", lambda: None)
     monkeypatch.setattr(restart, "note_limit", limits.append)
-    assert "The launcher restarts all ranks with it." in handled(error_type(text), "replan")
+    error_type, text = DEVICE["nccl"]
+    assert "The launcher restarts all ranks with it." in handled(handler_of("replan"), error_type(text))
     assert limits == [safer_limit(problem.memory_limit_bytes, plan, None)]
     monkeypatch.setattr(restart, "reason_not_to_restart", lambda: "no restarts left")
-    assert "cannot restart: no restarts left." in handled(error_type(text), "replan") and len(limits) == 1
+    assert "cannot restart: no restarts left." in handled(handler_of("replan"), error_type(text)) and len(limits) == 1
 
 
-def test_host_memory_is_no_reason_for_less_device_memory(handled, monkeypatch):
+def test_host_memory_is_no_reason_for_less_device_memory(handler_of, monkeypatch):
     monkeypatch.setattr(restart, "note_limit", lambda *_: pytest.fail("it would start again"))
-    said = handled(MemoryError("no"), "replan", "cuda")
+    said = handled(handler_of("replan", "cuda"), MemoryError("no"))
     assert said.startswith("Out of host memory on ") and "there is no other plan" in said

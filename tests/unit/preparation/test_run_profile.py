@@ -26,6 +26,7 @@ from hf_osdp.preparation import run_profile
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.preparation.plan_run import PlannedRun, plan_run
 from hf_osdp.preparation.run_profile import MEASURED_EARLIER, measured_hardware
+from tests.helpers.models import tiny_model
 from tests.helpers.problems import run_job
 
 CPU = torch.device("cpu")
@@ -93,13 +94,9 @@ def test_ranks_take_the_same_file(tmp_path):
     assert second.device.source.startswith(MEASURED_EARLIER)
 
 
-def config(layers: int) -> GPT2Config:
-    return GPT2Config(n_layer=layers, n_head=2, n_embd=16, vocab_size=61, n_positions=16)
-
-
 @pytest.fixture(scope="module")
-def model() -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(config(5))
+def model() -> nn.Module:
+    return tiny_model("gpt2", layers=5, dtype=torch.float32)
 
 
 @pytest.fixture
@@ -150,7 +147,7 @@ class WithState(GPT2LMHeadModel):
 
 
 def test_timing_changes_neither_generators_nor_gradients_nor_buffers():
-    model = WithState(config(4))
+    model = WithState(tiny_model("gpt2").config)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     timed = TimedModel(model_or_config=model, sequence_length=16, micro_batch_sizes=(1, 2))

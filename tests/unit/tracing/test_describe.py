@@ -20,26 +20,17 @@ from hf_osdp.tracing.trace import trace_segments
 from hf_osdp.tracing.tracer import TraceOptions
 from tests.helpers.sampling import slow_but
 
-DEFAULT_CLASS = [
-    "GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration", "BartForConditionalGeneration",
-    "LlamaForCausalLM", "ViTForImageClassification", "WhisperForConditionalGeneration",
-]  # fmt: skip
 TRACED = [
-    *DEFAULT_CLASS, "BertForSequenceClassification", "MixtralForCausalLM", "Qwen2ForCausalLM", "OPTForCausalLM",
-    "DistilBertForMaskedLM",
+    *((name, "cpu") for name in (
+        "GPT2LMHeadModel", "T5ForConditionalGeneration", "BartForConditionalGeneration", "ViTForImageClassification",
+        "OPTForCausalLM", "WhisperForConditionalGeneration",
+    )),
+    *((name, "cuda") for name in ("BertForMaskedLM", "T5ForConditionalGeneration", "MixtralForCausalLM")),
 ]  # fmt: skip
-TRACED_AS_CUDA = ["GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration", "MixtralForCausalLM"]
+DAILY = [("WhisperForConditionalGeneration", "cpu"), ("MixtralForCausalLM", "cuda")]
 
 
-@pytest.mark.parametrize(
-    ("name", "device_type"),
-    slow_but(
-        [*((name, "cpu") for name in TRACED), *((name, "cuda") for name in TRACED_AS_CUDA)],
-        daily=[("MixtralForCausalLM", "cuda"), ("BertForMaskedLM", "cuda"),
-            *((name, "cpu") for name in ("BartForConditionalGeneration", "OPTForCausalLM", "LlamaForCausalLM")),
-            *((name, "cpu") for name in ("ViTForImageClassification", "WhisperForConditionalGeneration"))],
-    ),
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "device_type"), slow_but(TRACED, DAILY))
 def test_architectures_are_traced(meta_model, name, device_type):
     is_cuda = device_type == "cuda"
     description = describe(meta_model(name), sequence_length=16, device_type=device_type, recomputation=is_cuda)
@@ -59,15 +50,11 @@ def test_model_and_its_configuration_give_one_description(configuration, real_mo
     assert order == ["model.embed_tokens", "", "model.layers.0", "model.layers.1", "", "lm_head", ""]
 
 
-POSITIONS = [("GPT2LMHeadModel", 64), ("BertForMaskedLM", 512), ("RobertaForMaskedLM", 64)]
-
-
-@pytest.mark.parametrize(("name", "limit"), slow_but(POSITIONS, daily=POSITIONS[2:]))
-def test_describe_refuses_more_tokens_than_positions(configuration, name, limit):
-    message = f"sequence_length={limit + 1} is more than the {limit} positions.*use at most {limit}"
-    with pytest.raises(ValueError, match=message):
-        describe(configuration(name), sequence_length=limit + 1)
-    describe(configuration(name), sequence_length=limit, recomputation=False)
+def test_describe_refuses_more_tokens_than_positions(configuration):
+    config = configuration("RobertaForMaskedLM")  # the first two of its 66 positions are not of tokens
+    with pytest.raises(ValueError, match=r"sequence_length=65 is more than the 64 positions.*use at most 64"):
+        describe(config, sequence_length=65)
+    describe(config, sequence_length=64, recomputation=False)
 
 
 class Plain(nn.Module):
@@ -211,7 +198,6 @@ def test_forward_that_was_replaced_inside_adapters_runs_on_the_copy(gpt2):
     model = peft.get_peft_model(gpt2, peft.LoraConfig(target_modules=["c_attn"]))
     fake = fake_copy(model, FakeTensorMode(allow_non_fake_inputs=True), untie=True)
     assert fake.get_base_model().forward.__self__ is fake.get_base_model()
-    assert described(model).trace.startswith("fake tensors")
 
 
 def fused(model, batch):

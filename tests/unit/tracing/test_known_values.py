@@ -10,6 +10,7 @@ from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.known_values import KnownValues
 from hf_osdp.tracing.tensors import FunctionMode
+from tests.helpers.architectures import TINY
 from tests.helpers.sampling import slow_but
 
 IDS = torch.tensor([[5, 7, 7, 2], [9, 2, 1, 1]])
@@ -58,32 +59,22 @@ def test_values_that_activations_decide_count_as_true(ids):
     assert (counts > 0).nonzero().shape == (4, 1)
 
 
-_SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
-_TEXT = {**_SIZES, "vocab_size": 100}
-_BART = {"encoder_layers": 2, "decoder_layers": 2, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
-_BART |= {"vocab_size": 100, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-_BART |= {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
-_VISION = {**_SIZES, "image_size": 32, "patch_size": 8}
-_T5 = {"num_layers": 2, "d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16, "vocab_size": 100}
-_LONGFORMER = {**_TEXT, "attention_window": 8, "pad_token_id": 1, "max_position_embeddings": 66}
-_WAV2VEC2 = {**_TEXT, "conv_dim": (32,) * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
+TEXT = TINY["BertForMaskedLM"]
+SPEECH = {**TEXT, "conv_dim": (32,) * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
+LONGFORMER = {**TEXT, "attention_window": 8, "pad_token_id": 1, "sep_token_id": 2, "max_position_embeddings": 66}
+PICTURES = {"text_config": TEXT, "vision_config": {**TEXT, "image_size": 32, "patch_size": 8}}
 ASKING = {
-    "DebertaForSequenceClassification": (_TEXT, 16), "DebertaV2ForSequenceClassification": (_TEXT, 16),
-    "BartForSequenceClassification": (_BART, 16), "T5ForSequenceClassification": (_T5, 16),
-    "LongformerForSequenceClassification": (_LONGFORMER, 32),
-    "LongformerForQuestionAnswering": ({**_LONGFORMER, "sep_token_id": 2}, 32), "Wav2Vec2ForCTC": (_WAV2VEC2, 4000),
-    "Wav2Vec2ForSequenceClassification": (_WAV2VEC2, 4000),
-    "CLIPModel": ({"text_config": _TEXT, "vision_config": _VISION}, 16),
+    "DebertaV2ForSequenceClassification": (TEXT, 16),
+    "BartForSequenceClassification": (TINY["BartForConditionalGeneration"], 16),
+    "LongformerForQuestionAnswering": (LONGFORMER, 32), "Wav2Vec2ForCTC": (SPEECH, 4000), "CLIPModel": (PICTURES, 16),
 }  # fmt: skip
 
 
-DAILY = ["DebertaV2ForSequenceClassification", "Wav2Vec2ForCTC", "CLIPModel"]
-
-
-@pytest.mark.parametrize("name", slow_but(ASKING, daily=DAILY))
+@pytest.mark.parametrize("name", slow_but(ASKING, daily=("Wav2Vec2ForCTC", "CLIPModel")))
 def test_models_that_ask_for_values_are_traced_and_recomputable(name):
-    model = build_on_meta(getattr(transformers, name).config_class(**ASKING[name][0]), name)
-    found = describe(model, sequence_length=ASKING[name][1])
+    sizes, length = ASKING[name]
+    model = build_on_meta(getattr(transformers, name).config_class(**sizes), name)
+    found = describe(model, sequence_length=length)
     assert found.trace.startswith("fake tensors") and found.recomputable
 
 

@@ -1,32 +1,20 @@
 """Which operators of a block are worth saving: corners of the frontier, and what the trace of a model finds."""
 
-import functools
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GPT2Config, LlamaConfig
 
-from hf_osdp.planner.description import ModelDescription, Recomputation
+from hf_osdp.planner.description import Recomputation
 from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.recomputation import LoggedCall, corner_indices, recomputations
-from tests.helpers.sampling import slow_but
 
-NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 TOKENS = 256
-
-
-@functools.cache
-def described(name: str, device_type: str = "cpu") -> ModelDescription:
-    gpt2 = {"n_embd": 768, "n_layer": 3, "n_head": 12, "n_positions": TOKENS, "vocab_size": 100}
-    llama = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 3, "vocab_size": 100}
-    configs = {
-        "gpt2": GPT2Config(**gpt2, **NO_DROPOUT),
-        "gpt2 with dropout": GPT2Config(**gpt2),
-        "llama": LlamaConfig(**llama, num_attention_heads=12, num_key_value_heads=4),
-    }
-    return describe(configs[name], sequence_length=TOKENS, device_type=device_type)
+GPT2 = GPT2Config(n_embd=768, n_layer=3, n_head=12, n_positions=TOKENS, vocab_size=100)
+LLAMA = LlamaConfig(
+    hidden_size=768, intermediate_size=2048, num_hidden_layers=3, vocab_size=100, num_attention_heads=12,
+    num_key_value_heads=4,
+)  # fmt: skip
 
 
 def call(name: str, *, flops: int = 0, traffic: int = 0, saved: int = 0, module: str = "") -> LoggedCall:
@@ -64,13 +52,9 @@ def test_corners_are_few_and_lie_below_their_neighbours_line(some, most):
         assert y < y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
-@pytest.mark.parametrize(
-    ("name", "device_type"),
-    slow_but(itertools.product(("gpt2", "gpt2 with dropout", "llama"), ("cpu", "cuda")),
-        daily=(("gpt2 with dropout", "cuda"), ("llama", "cpu"))),
-)  # fmt: skip
-def test_each_way_beats_a_mix_of_its_neighbours(name, device_type):
-    description = described(name, device_type)
+@pytest.mark.parametrize(("config", "device_type"), [(GPT2, "cuda"), (LLAMA, "cpu")], ids=["gpt2", "llama"])
+def test_each_way_beats_a_mix_of_its_neighbours(config, device_type):
+    description = describe(config, sequence_length=TOKENS, device_type=device_type)
     blocks = [segment for segment in description.segments if segment.recomputed]
     assert len(blocks) == 3 and len({description.recomputations[s.unit] for s in blocks}) == 1
     for segment in blocks:
