@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from hf_osdp.cli.app import app
 
-from .bad_inputs import Give, NotRefused
+from .bad_files import Give
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SIZES, DEVICES = "--sequence-length 16 --global-batch-size 32", "--device titan-rtx --devices-per-node 4"
@@ -54,7 +54,7 @@ def command(given: str, folder: Path) -> Give:
             done = CliRunner().invoke(app, words)
         said = re.fullmatch(r"hf-osdp: (.*)\n", done.stderr, re.DOTALL)
         if done.exit_code not in (1, 2) or done.stdout or not said:
-            raise NotRefused(f"exit code {done.exit_code}, {done.stdout!r}, {done.stderr!r}") from done.exception
+            raise AssertionError(f"exit code {done.exit_code}, {done.stdout!r}, {done.stderr!r}") from done.exception
         raise ValueError(said[1])
 
     return run

@@ -26,8 +26,8 @@ from hf_osdp.reading import MOST_BYTES
 from tests.helpers.descriptions import transformer
 from tests.helpers.problems import problem
 
-from .bad_inputs import Give
-
+Give = Callable[[], object]
+"""Gives a wrong input; raises what the user is told."""
 Change = Callable[[Any], object] | str | bytes | int | None
 """Of sound JSON, or what a file holds in its place: text, bytes, so many zero bytes; None is no file."""
 

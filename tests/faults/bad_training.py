@@ -32,7 +32,7 @@ from tests.helpers.descriptions import transformer
 from tests.helpers.models import tiny_model
 from tests.helpers.problems import problem
 
-from .bad_inputs import Give
+from .bad_files import Give
 
 BATCH: dict[str, object] = {"sequence_length": 8, "global_batch_size": 8}
 
@@ -60,12 +60,9 @@ def plain_loop(given: str, folder: Path) -> Give:
 
 
 TWO = {
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-    "RANK": "0",
-    "WORLD_SIZE": "2",
-    "MASTER_ADDR": "localhost",
+    "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
     "MASTER_PORT": "29500",
-}
+}  # fmt: skip
 
 
 def launched(given: str, folder: Path) -> Give:
