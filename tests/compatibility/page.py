@@ -30,39 +30,30 @@ def page(results: list[Result]) -> str:
     versions = ", ".join(f"{name} {text}" for name, text in found.items())
     counted = textwrap.fill(f"{text}; {versions}.", _WIDTH)
     command = f"python -m {__package__} --write docs/compatibility.md"
-    summary = "\n".join(_summary(groups)).rstrip()
-    return PAGE.read_text(encoding="utf-8").format(command=command, counts=counted, summary=summary)
+    return PAGE.read_text(encoding="utf-8").format(command=command, counts=counted, summary=_summary(groups))
 
 
 def table(results: list[Result]) -> str:
-    lines = io.StringIO()
+    lines, names = io.StringIO(), ("group", "training", "result", "compared with, or why not")
     rows = [(result.row.group, result.row.name, result.verdict.value, _oracle(result)) for result in results]
-    csv.writer(lines, lineterminator="\n").writerows(
-        [("group", "training", "result", "compared with, or why not"), *rows]
-    )
+    csv.writer(lines, lineterminator="\n").writerows([names, *rows])
     return lines.getvalue()
 
 
-def _summary(groups: Mapping[str, list[Result]]) -> list[str]:
+def _summary(groups: Mapping[str, list[Result]]) -> str:
     """Return the number of rows per group and verdict."""
     verdicts = [verdict for verdict in Verdict if verdict.may_stand]
-    lines = [
-        f"| trainings | rows | {' | '.join(verdict.value for verdict in verdicts)} |",
-        "| --- |" + " ---: |" * (1 + len(verdicts)),
-    ]
+    lines = [("trainings", "rows", *(verdict.value for verdict in verdicts)), ("---", *["---:"] * (1 + len(verdicts)))]
     for name, members in groups.items():
         counts = Counter(result.verdict for result in members)
-        lines.append(f"| {name} | {len(members)} | {' | '.join(str(counts[verdict]) for verdict in verdicts)} |")
-    return [*lines, ""]
+        lines.append((name, len(members), *(counts[verdict] for verdict in verdicts)))
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def _oracle(result: Result) -> str:
     row = result.row
     if result.verdict is not Verdict.EQUAL:
         return " ".join(result.detail.split())
-    loose = (
-        f"; within {row.loss_tolerance:g} and {row.norm_tolerance:g}"
-        if (row.loss_tolerance, row.norm_tolerance) != (1e-4, 1e-3)
-        else ""
-    )
+    is_usual = (row.loss_tolerance, row.norm_tolerance) == (1e-4, 1e-3)
+    loose = "" if is_usual else f"; within {row.loss_tolerance:g} and {row.norm_tolerance:g}"
     return row.oracle.value + loose

@@ -226,6 +226,12 @@ def mean_over_ranks(value: torch.Tensor | float) -> float:
     return total.item()
 
 
+def read_back(folder: Path, like: nn.Module) -> dict[str, float]:
+    """Return the sums of a model of this class that was saved in the folder."""
+    dist.barrier()
+    return sums(type(like).from_pretrained(folder).state_dict())
+
+
 def sums(state: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Return the sum of the sizes of each tensor's elements."""
     return {name: float(value.detach().double().abs().sum()) for name, value in state.items()}
