@@ -184,7 +184,7 @@ def run_rank(name: str, mode: str, folder_text: str) -> None:
 
     if name == "early" and odd:
         fault()
-        raise KeyError("the reason")
+        raise_error()
     if name in ("versions", "interface", "models") and rank == 0:
         fault()
     form_group(name, mode, odd)
@@ -200,9 +200,8 @@ def run_rank(name: str, mode: str, folder_text: str) -> None:
         for parameter in torch.nn.parallel.DistributedDataParallel(model).parameters():
             dist.all_reduce(parameter.data)
     faults: dict[str, Callable[[], object]] = {
-        "raises": lambda: raise_error(KeyError("the reason")),
-        "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-        "restart": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "raises": raise_error,
+        **dict.fromkeys(("killed", "restart"), lambda: os.kill(os.getpid(), signal.SIGKILL)),
         "oom": lambda: out_of_memory(mode),
         "stopped": stop_process,
         "sigterm": lambda: os.kill(os.getpid(), signal.SIGTERM),
@@ -295,8 +294,8 @@ def gather_alone(mode: str) -> None:
     dist.all_gather([torch.ones(2), torch.ones(2)], torch.ones(2))
 
 
-def raise_error(error: Exception) -> None:
-    raise error
+def raise_error() -> None:
+    raise KeyError("the reason")
 
 
 if __name__ == "__main__":

@@ -43,8 +43,6 @@ from tests.unit.checkpoint.checkpoints import saved, trained
 from tests.unit.integrations.test_checkpoints import names, planned
 from tests.unit.integrations.test_schedules import KINDS, made, own
 
-from .bad_files import Opens
-
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -268,10 +266,10 @@ def test_huge_position_of_a_schedule_is_never_stepped_to(kind):
     assert all(0 <= group["lr"] <= 0.4 for group in optimizer.param_groups)
 
 
-@pytest.mark.parametrize("content", ["call", "class", "garbage", "cut"])
+@pytest.mark.parametrize("content", ["class", "garbage", "cut"])
 def test_refused_pickle_does_not_advise_to_load_it_unsafely(tmp_path, content):
     path = tmp_path / "optimizer.bin"
-    torch.save({"state": Opens() if content != "class" else schedulers.StepLR}, path)
+    torch.save({"state": schedulers.StepLR if content == "class" else torch.ones(2)}, path)
     if content == "garbage":
         path.write_bytes(b"\x80\x02garbage")
     if content == "cut":
