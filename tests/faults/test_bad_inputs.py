@@ -13,10 +13,8 @@ import pytest
 
 from hf_osdp.errors import OSDPError
 
-from . import bad_commands, bad_files, bad_training
+from .bad_inputs import SECTIONS
 
-SECTIONS = {**bad_training.SECTIONS, **bad_files.SECTIONS, **bad_commands.SECTIONS}
-"""By the section of a row: what prepares a folder for a wrong input, and returns what gives it."""
 with (Path(__file__).parents[2] / "docs" / "data" / "bad_inputs.csv").open(encoding="utf-8", newline="") as file:
     ROWS = [(row["section"], row["given"], row["said"]) for row in csv.DictReader(file)]
 FOLDER = "FOLDER"
