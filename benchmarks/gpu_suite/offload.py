@@ -19,9 +19,9 @@ REHEARSED = {
     "optimizer states": ("tests/distributed/test_exactness.py", "-k", "states and group"),
 }
 ON_GPU = {
-    "host": ("tests/gpu/test_host_offload_cuda.py",),
+    "host": ("tests/gpu/test_host_offload_cuda.py", "-k", "not states_on_the_host"),
     "activations": ("tests/gpu/test_activation_offload_cuda.py",),
-    "optimizer states": ("tests/gpu/test_host_states_cuda.py",),
+    "optimizer states": ("tests/gpu/test_host_offload_cuda.py", "-k", "states_on_the_host"),
 }
 
 LATE_COPIES = {"FAKE_CUDA_LATENCY_MS": "200", "FAKE_CUDA_LATE": "side"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,15 +11,16 @@ import torch.distributed as dist
 
 from .data import masked, sentences, tokens
 from .models import gpt2, llama
-from .side import Side, mean_over_ranks, sums
+from .side import Side, mean_over_ranks, read_back, sums
 
 
 def _inner(trainer: Any) -> Any:
     return trainer.accelerator.unwrap_model(trainer.model)
 
 
-def _is_first() -> bool:
-    return dist.get_rank() == 0
+def _pretrained(side: Side, model: Any, like: Any) -> dict[str, float]:
+    model.save_pretrained(side.folder / "out", is_main_process=dist.get_rank() == 0)
+    return read_back(side.folder / "out", like)
 
 
 def evaluated(side: Side, trainer: Any) -> dict[str, float]:
@@ -49,40 +49,37 @@ def best(side: Side, trainer: Any) -> dict[str, float]:
 
 
 def reloaded(side: Side, trainer: Any) -> dict[str, float]:
-    dist.barrier()
-    return sums(type(gpt2()).from_pretrained(side.folder / "checkpoint-4").state_dict())
+    return read_back(side.folder / "checkpoint-4", gpt2())
 
 
 def model_saved(side: Side, trainer: Any) -> dict[str, float]:
     trainer.save_model(str(side.folder / "final"))
-    dist.barrier()
-    return sums(type(gpt2()).from_pretrained(side.folder / "final").state_dict())
+    return read_back(side.folder / "final", gpt2())
 
 
 def pretrained(side: Side, trainer: Any) -> dict[str, float]:
-    _inner(trainer).save_pretrained(side.folder / "out", is_main_process=_is_first())
-    dist.barrier()
-    return sums(type(llama()).from_pretrained(side.folder / "out").state_dict())
+    return _pretrained(side, _inner(trainer), llama())
 
 
 def part_saved(side: Side, trainer: Any) -> dict[str, float]:
     part = _inner(trainer).model
-    part.save_pretrained(side.folder / "part", is_main_process=_is_first())
-    dist.barrier()
-    return sums(type(part).from_pretrained(side.folder / "part").state_dict())
+    return _pretrained(side, part, part)
+
+
+def merged(side: Side, trainer: Any) -> dict[str, float]:
+    return _pretrained(side, _inner(trainer).merge_and_unload(), llama())
 
 
 def state_saved(side: Side, trainer: Any) -> dict[str, float]:
-    path = Path(side.folder, "state.pt")
-    state = trainer.accelerator.get_state_dict(trainer.model)
-    if _is_first():
+    path, state = side.folder / "state.pt", trainer.accelerator.get_state_dict(trainer.model)
+    if dist.get_rank() == 0:
         torch.save(state, path)
     dist.barrier()
     return sums(torch.load(path, weights_only=True))
 
 
 def module_saved(side: Side, trainer: Any) -> dict[str, float]:
-    path = Path(side.folder, f"module{dist.get_rank()}.pt")
+    path = side.folder / f"module{dist.get_rank()}.pt"
     torch.save(_inner(trainer), path)
     return sums(torch.load(path, weights_only=False).state_dict())
 
@@ -96,12 +93,6 @@ def called(side: Side, trainer: Any) -> dict[str, float]:
 
 def weight_read(side: Side, trainer: Any) -> dict[str, float]:
     return {"sum": float(_inner(trainer).get_input_embeddings().weight.detach().abs().sum())}
-
-
-def merged(side: Side, trainer: Any) -> dict[str, float]:
-    _inner(trainer).merge_and_unload().save_pretrained(side.folder / "merged", is_main_process=_is_first())
-    dist.barrier()
-    return sums(type(llama()).from_pretrained(side.folder / "merged").state_dict())
 
 
 def adapter_saved(side: Side, trainer: Any) -> dict[str, float]:
@@ -122,7 +113,5 @@ def encoder_saved(side: Side, trainer: Any) -> dict[str, float]:
 
 def evaluated_by_task(side: Side, trainer: Any) -> dict[str, float]:
     data = trainer.train_dataset[:16]
-    return {
-        "eval_loss": trainer.evaluate(data)["eval_loss"],
-        "predicted_loss": trainer.predict(data).metrics["test_loss"],
-    }
+    evaluated, predicted = trainer.evaluate(data), trainer.predict(data).metrics
+    return {"eval_loss": evaluated["eval_loss"], "predicted_loss": predicted["test_loss"]}

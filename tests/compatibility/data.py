@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset, load_from_disk
-from torch.utils.data import IterableDataset
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import IterableDataset, default_collate
 
 from .models import VOCABULARY
 
@@ -22,10 +23,27 @@ def _generator(seed: int = 3) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def tokens(count: int = COUNT, *, length: int = LENGTH, vocabulary: int = VOCABULARY) -> list[dict[str, torch.Tensor]]:
-    """Return samples of one length for a causal model; ids 0 to 2 are reserved for special tokens."""
-    rows = torch.randint(3, vocabulary, (count, length), generator=_generator())
-    return [{"input_ids": row, "labels": row.clone()} for row in rows]
+def _samples(**columns: Any) -> list[dict[str, Any]]:
+    """Return a sample for each row of the columns."""
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _ids(count: int = COUNT, *, length: int = LENGTH, vocabulary: int = VOCABULARY) -> torch.Tensor:
+    """Return rows of ids, of which 0 to 2 are reserved for special tokens."""
+    return torch.randint(3, vocabulary, (count, length), generator=_generator())
+
+
+def _classes(count: int, labels: int) -> torch.Tensor:
+    return torch.randint(0, labels, (count,), generator=_generator(6))
+
+
+def _features(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=_generator())
+
+
+def tokens(count: int = COUNT, **sizes: int) -> list[dict[str, torch.Tensor]]:
+    """Return samples of one length for a causal model."""
+    return _samples(input_ids=_ids(count, **sizes), labels=_ids(count, **sizes))
 
 
 def uneven_tokens(count: int = COUNT) -> list[dict[str, list[int]]]:
@@ -33,106 +51,80 @@ def uneven_tokens(count: int = COUNT) -> list[dict[str, list[int]]]:
     first.
     """
     lengths = torch.randint(4, LENGTH + 1, (count,), generator=_generator(4)).tolist()
-    lengths[0] = LENGTH
-    return [
-        {"input_ids": sample["input_ids"][:length].tolist()}
-        for sample, length in zip(tokens(count), lengths, strict=True)
-    ]
+    return [{"input_ids": row[:n].tolist()} for row, n in zip(_ids(count), [LENGTH, *lengths[1:]], strict=True)]
 
 
 def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Collate samples of different lengths, padded to the longest; padding does not count in the loss."""
-    longest = max(len(sample["input_ids"]) for sample in samples)
-    rows = [list(sample["input_ids"]) for sample in samples]
-    return {
-        "input_ids": torch.tensor([row + [0] * (longest - len(row)) for row in rows]),
-        "attention_mask": torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows]),
-        "labels": torch.tensor([row + [-100] * (longest - len(row)) for row in rows]),
-    }
+    rows = [torch.tensor(sample["input_ids"]) for sample in samples]
+    kinds = {"input_ids": (rows, 0), "attention_mask": ([torch.ones_like(row) for row in rows], 0)}
+    kinds["labels"] = (rows, -100)
+    return {name: pad_sequence(own, batch_first=True, padding_value=value) for name, (own, value) in kinds.items()}
 
 
 def masked(count: int = COUNT, *, evenly: bool = False) -> list[dict[str, torch.Tensor]]:
     """Return samples for masked language modelling; with `evenly`, each has the same number of masked positions."""
-    generator = _generator(5)
-    samples = []
-    for sample in tokens(count):
-        counts = torch.arange(LENGTH) < 4 if evenly else torch.rand(LENGTH, generator=generator) < 0.4
-        counts[0] = True
-        samples.append({"input_ids": sample["input_ids"], "labels": torch.where(counts, sample["input_ids"], -100)})
-    return samples
+    ids, places = _ids(count), torch.arange(LENGTH).expand(count, -1)
+    counts = places < 4 if evenly else (torch.rand(count, LENGTH, generator=_generator(5)) < 0.4) | (places == 0)
+    return _samples(input_ids=ids, labels=torch.where(counts, ids, -100))
 
 
-def classes(count: int = COUNT, *, labels: int = 3) -> list[dict[str, torch.Tensor]]:
-    targets = torch.randint(0, labels, (count,), generator=_generator(6))
-    return [{"input_ids": s["input_ids"], "labels": t} for s, t in zip(tokens(count), targets, strict=True)]
+def classes(count: int = COUNT) -> list[dict[str, torch.Tensor]]:
+    return _samples(input_ids=_ids(count), labels=_classes(count, 3))
 
 
-def images(count: int = COUNT, *, labels: int = 5) -> list[dict[str, torch.Tensor]]:
-    pixels = torch.randn(count, 3, 32, 32, generator=_generator())
-    targets = torch.randint(0, labels, (count,), generator=_generator(6))
-    return [{"pixel_values": p, "labels": t} for p, t in zip(pixels, targets, strict=True)]
+def images() -> list[dict[str, torch.Tensor]]:
+    return _samples(pixel_values=_features(COUNT, 3, 32, 32), labels=_classes(COUNT, 5))
 
 
-def captions(count: int = COUNT) -> list[dict[str, torch.Tensor]]:
-    samples = []
-    for image, text in zip(images(count), tokens(count, vocabulary=VOCABULARY - 1), strict=True):
-        ids = text["input_ids"].clone()
-        ids[-1] = VOCABULARY - 1
-        samples.append({"pixel_values": image["pixel_values"], "input_ids": ids, "return_loss": True})
-    return samples
+def captions() -> list[dict[str, torch.Tensor]]:
+    ids = _ids(vocabulary=VOCABULARY - 1)
+    ids[:, -1] = VOCABULARY - 1
+    return _samples(pixel_values=_features(COUNT, 3, 32, 32), input_ids=ids, return_loss=[True] * COUNT)
 
 
 def with_return_loss(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "return_loss": True,
-        **{name: torch.stack([s[name] for s in samples]) for name in ("pixel_values", "input_ids")},
-    }
+    return {**default_collate(samples), "return_loss": True}
 
 
-def speech(count: int = COUNT) -> list[dict[str, torch.Tensor]]:
-    features = torch.randn(count, 8, 60, generator=_generator())
-    return [{"input_features": f, "labels": s["input_ids"]} for f, s in zip(features, tokens(count), strict=True)]
+def speech() -> list[dict[str, torch.Tensor]]:
+    return _samples(input_features=_features(COUNT, 8, 60), labels=_ids())
 
 
-def waves(count: int = COUNT) -> list[dict[str, torch.Tensor]]:
-    values = torch.randn(count, 2000, generator=_generator())
-    return [
-        {"input_values": v, "labels": s["input_ids"]}
-        for v, s in zip(values, tokens(count, length=6, vocabulary=32), strict=True)
-    ]
+def waves() -> list[dict[str, torch.Tensor]]:
+    return _samples(input_values=_features(COUNT, 2000), labels=_ids(length=6, vocabulary=32))
 
 
-def scored(kind: str, count: int) -> list[dict[str, torch.Tensor]]:
-    generator = _generator(4)
-    targets = [torch.rand(count, generator=generator) for _ in range(64)]
-    wanted = [target[0] if kind == "regression" else target.round() for target in targets]
-    return [{**sample, "labels": target} for sample, target in zip(tokens(64), wanted, strict=True)]
+def scored(count: int, *, rounded: bool) -> list[dict[str, torch.Tensor]]:
+    """Return samples with so many scores each, or a single one; `rounded`, they are 0 or 1."""
+    targets = torch.rand(64, count, generator=_generator(4))
+    return _samples(input_ids=_ids(64), labels=targets.round() if rounded else targets[:, 0])
 
 
 def packed_tokens() -> list[dict[str, torch.Tensor]]:
     """Return rows with two texts each, separated by position ids that start again."""
     positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6])
-    return [{**sample, "position_ids": positions} for sample in tokens()]
+    return _samples(input_ids=_ids(), labels=_ids(), position_ids=positions.expand(COUNT, -1))
 
 
 def tasks_of_ranks() -> list[dict[str, torch.Tensor]]:
-    return [{**sample, "task": torch.tensor(number // 2 % 2)} for number, sample in enumerate(tokens())]
+    return _samples(input_ids=_ids(), labels=_ids(), task=torch.arange(COUNT) // 2 % 2)
 
 
-def some_pictures(pixels: int, image_tokens: int) -> list[dict[str, torch.Tensor]]:
-    pictures = torch.randn(COUNT, 3, pixels, pixels, generator=_generator())
+def some_pictures() -> list[dict[str, torch.Tensor]]:
+    """Return texts of which each fourth has a picture, in the place of four tokens."""
     samples = tokens(vocabulary=VOCABULARY - 1)
-    for sample, picture in list(zip(samples, pictures, strict=True))[::4]:
-        sample["input_ids"][1 : 1 + image_tokens] = VOCABULARY - 1
-        sample["labels"][1 : 1 + image_tokens] = -100
+    for sample, picture in list(zip(samples, _features(COUNT, 3, 16, 16), strict=True))[::4]:
+        sample["input_ids"][1:5] = VOCABULARY - 1
+        sample["labels"][1:5] = -100
         sample["pixel_values"] = picture
     return samples
 
 
 def with_some_pictures(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    batch = {name: torch.stack([sample[name] for sample in samples]) for name in ("input_ids", "labels")}
+    texts = [{name: sample[name] for name in ("input_ids", "labels")} for sample in samples]
     pictures = [sample["pixel_values"] for sample in samples if "pixel_values" in sample]
-    return {**batch, **({"pixel_values": torch.stack(pictures)} if pictures else {})}
+    return {**default_collate(texts), **({"pixel_values": torch.stack(pictures)} if pictures else {})}
 
 
 def two_sets() -> dict[str, list[dict[str, list[int]]]]:
@@ -169,22 +161,29 @@ def sentences(count: int = COUNT, *, words: int = 6, seed: int = 7) -> list[str]
     return [" ".join(_WORDS[p] for p in row) for row in picks]
 
 
-def text_dataset(count: int = COUNT) -> Dataset:
-    return Dataset.from_dict({"text": sentences(count, words=8)})
+def text_dataset() -> Dataset:
+    return Dataset.from_dict({"text": sentences(words=8)})
 
 
-def completion_dataset(count: int = COUNT) -> Dataset:
-    return Dataset.from_dict({"prompt": sentences(count, words=4), "completion": sentences(count, words=4, seed=8)})
+def of_texts(*columns: str, count: int = COUNT) -> Dataset:
+    """Return a dataset with other texts in each column."""
+    return Dataset.from_dict({name: sentences(count, words=4, seed=7 + n) for n, name in enumerate(columns)})
 
 
-def preference_dataset(count: int = COUNT) -> Dataset:
-    return Dataset.from_dict(
-        {
-            "prompt": sentences(count, words=4),
-            "chosen": sentences(count, words=4, seed=8),
-            "rejected": sentences(count, words=4, seed=9),
-        }
-    )
+def prompts() -> Dataset:
+    return of_texts("prompt", count=16)
+
+
+def completion_dataset() -> Dataset:
+    return of_texts("prompt", "completion")
+
+
+def preference_dataset() -> Dataset:
+    return of_texts("prompt", "chosen", "rejected")
+
+
+def judged_dataset() -> Dataset:
+    return completion_dataset().add_column("label", [number % 2 == 0 for number in range(COUNT)])
 
 
 def on_disk(folder: Path, made: Dataset) -> Dataset:
@@ -198,21 +197,12 @@ def on_disk(folder: Path, made: Dataset) -> Dataset:
     return load_from_disk(folder)
 
 
-def judged_dataset(count: int = COUNT) -> Dataset:
-    return completion_dataset(count).add_column("label", [number % 2 == 0 for number in range(count)])
-
-
-def prompts(count: int = 16) -> Dataset:
-    return Dataset.from_dict({"prompt": sentences(count, words=4)})
-
-
 def pairs(extra: str = "") -> Dataset:
-    columns: dict[str, Any] = {"anchor": sentences(), "positive": sentences(seed=8)}
-    if extra == "score":
-        columns["score"] = [number % 5 / 5 for number in range(COUNT)]
-    if extra == "label":
-        columns["label"] = [number % 3 for number in range(COUNT)]
-    return Dataset.from_dict(columns)
+    made, parts = of_texts("anchor", "positive"), {"score": 5, "label": 3}
+    if not extra:
+        return made
+    column = [number % parts[extra] for number in range(COUNT)]
+    return made.add_column(extra, [number / 5 for number in column] if extra == "score" else column)
 
 
 def tokenizer() -> Any:

@@ -24,36 +24,26 @@ from . import losses
 from .data import LENGTH, classes, tokens
 from .models import gpt2, llama
 from .row import Figures
-from .side import SAMPLES, STEPS, Side, made, mean_over_ranks, sums
+from .side import SAMPLES, STEPS, Side, made, mean_over_ranks, read_back, sums
 
 _BERT = "BertForSequenceClassification"
 
 
-def _loader(side: Side, samples: Any = "tokens", *, size: int | None = None, shuffle: bool = True) -> DataLoader:
-    samples = made(samples)
-    generator = torch.Generator().manual_seed(1)
-    shuffle = shuffle and hasattr(samples, "__len__")
-    return DataLoader(
-        samples, batch_size=size or side.samples, shuffle=shuffle, generator=generator if shuffle else None
-    )
+def _loader(side: Side, data: Any = "tokens", *, size: int | None = None, shuffle: bool = True) -> DataLoader:
+    samples = made(data)
+    generator = torch.Generator().manual_seed(1) if shuffle and hasattr(samples, "__len__") else None
+    return DataLoader(samples, batch_size=size or side.samples, shuffle=generator is not None, generator=generator)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
 
 
-def _norm(accelerator: Accelerator, model: nn.Module, greatest: float = 1.0) -> float:
-    return float(accelerator.clip_grad_norm_(model.parameters(), greatest))
-
-
-def _values(accelerator: Accelerator, model: nn.Module) -> float:
-    accelerator.clip_grad_value_(model.parameters(), 1e-3)
-    return 0.0
-
-
-_CLIPS: Mapping[str, Callable[..., float]] = {
-    "norm": _norm, "norm of 0.1": partial(_norm, greatest=0.1), "values": _values, "none": lambda *_: 0.0,
-}  # fmt: skip
+def _norm(accelerator: Accelerator, model: nn.Module, clip: float | str = 1.0) -> float:
+    """Clip gradients to a norm, which is returned, or their values, or not."""
+    if clip == "values":
+        accelerator.clip_grad_value_(model.parameters(), 1e-3)
+    return float(accelerator.clip_grad_norm_(model.parameters(), clip)) if isinstance(clip, float) else 0.0
 
 
 def _prepared(side: Side, model: Any = "gpt2", **loader: Any) -> tuple[Accelerator, Any, Any, Any]:
@@ -62,11 +52,12 @@ def _prepared(side: Side, model: Any = "gpt2", **loader: Any) -> tuple[Accelerat
 
 
 def _loop(
-    accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, scheduler: Any = None, *,
-    clip: str = "norm", steps: int = STEPS, loss_of: Callable[[Any, Any], torch.Tensor] | None = None,
+    accelerator: Accelerator, model: Any, optimizers: Any, loader: Any, scheduler: Any = None, *,
+    clip: float | str = 1.0, steps: int = STEPS, loss_of: Callable[[Any, Any], torch.Tensor] | None = None,
 ) -> Figures:  # fmt: skip
     """Run the loop of Accelerate's examples; return figures for each micro-step."""
     figures: Figures = []
+    optimizers = optimizers if isinstance(optimizers, tuple) else (optimizers,)
     micro = steps * accelerator.gradient_accumulation_steps
     model.train()
     for _, batch in zip(range(micro), loader, strict=False):
@@ -75,12 +66,14 @@ def _loop(
             accelerator.backward(loss)
             entry = {"loss": mean_over_ranks(loss.detach().float())}
             if accelerator.sync_gradients:
-                entry["grad_norm"] = _CLIPS[clip](accelerator, model)
-            optimizer.step()
+                entry["grad_norm"] = _norm(accelerator, model, clip)
+            for optimizer in optimizers:
+                optimizer.step()
             if scheduler is not None:
                 scheduler.step()
-            optimizer.zero_grad()
-        entry["learning_rate"] = optimizer.param_groups[0]["lr"]
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        entry["learning_rate"] = optimizers[0].param_groups[0]["lr"]
         figures.append(entry)
     return figures
 
@@ -93,7 +86,7 @@ def _losses(loss: str | None) -> Callable[[Any, Any], torch.Tensor] | None:
 
 
 def accelerated(
-    side: Side, *, model: Any = "gpt2", data: Any = "tokens", clip: str = "norm", loss: str | None = None,
+    side: Side, *, model: Any = "gpt2", data: Any = "tokens", clip: float | str = 1.0, loss: str | None = None,
     plugins: Mapping[str, Mapping[str, Any]] | None = None, **options: Any,
 ) -> Figures:  # fmt: skip
     """Train with an accelerator of these options; `plugins` are objects among them, by their class and arguments."""
@@ -163,8 +156,7 @@ def saved_by_hand(side: Side) -> Figures:
         side.folder / "out", is_main_process=accelerator.is_main_process, save_function=accelerator.save,
         state_dict=accelerator.get_state_dict(model),
     )  # fmt: skip
-    accelerator.wait_for_everyone()
-    return [*figures, sums(type(gpt2()).from_pretrained(side.folder / "out").state_dict())]
+    return [*figures, read_back(side.folder / "out", gpt2())]
 
 
 def model_saved(side: Side, model: Any = "llama") -> Figures:
@@ -213,29 +205,13 @@ def two_optimizers(side: Side) -> Figures:
     head = torch.optim.SGD(model.lm_head.parameters(), lr=0.1)
     body = torch.optim.AdamW(model.model.parameters(), lr=1e-2, eps=1e-5)
     model, body, head, loader = accelerator.prepare(model, body, head, _loader(side))
-    figures: Figures = []
-    for _, batch in zip(range(STEPS), loader, strict=False):
-        loss = model(**batch).loss
-        accelerator.backward(loss)
-        figures.append({"loss": mean_over_ranks(loss), "grad_norm": _norm(accelerator, model)})
-        for optimizer in (body, head):
-            optimizer.step()
-            optimizer.zero_grad()
-    return figures
+    return _loop(accelerator, model, (body, head), loader)
 
 
 def local_sgd(side: Side) -> Figures:
-    accelerator, model, optimizer, loader = _prepared(side)
-    figures: Figures = []
-    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=True) as local:
-        for _, batch in zip(range(STEPS), loader, strict=False):
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            local.step()
-            figures.append({"loss": mean_over_ranks(loss)})
-    return figures
+    accelerator, model, *others = _prepared(side)
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=True):
+        return _loop(accelerator, model, *others)
 
 
 def batch_size_found(side: Side) -> Figures:
@@ -254,16 +230,14 @@ def no_sync(side: Side) -> Figures:
     accelerator, model, optimizer, loader = _prepared(side)
     figures: Figures = []
     for number, batch in zip(range(2 * STEPS), loader, strict=False):
-        last = number % 2 == 1
-        with nullcontext() if last else accelerator.no_sync(model):
+        with nullcontext() if number % 2 else accelerator.no_sync(model):
             loss = model(**batch).loss / 2
             accelerator.backward(loss)
-        entry = {"loss": mean_over_ranks(loss)}
-        if last:
-            entry["grad_norm"] = _norm(accelerator, model)
+        figures.append({"loss": mean_over_ranks(loss)})
+        if number % 2:
+            figures.append({"grad_norm": _norm(accelerator, model)})
             optimizer.step()
             optimizer.zero_grad()
-        figures.append(entry)
     return figures
 
 
@@ -325,8 +299,7 @@ def _pretrained(side: Side, model: Any) -> dict[str, float]:
         model.save_pretrained(side.folder / "out")
     elif dist.get_rank() == 0:
         model.module.save_pretrained(side.folder / "out")
-    dist.barrier()
-    return sums(type(gpt2()).from_pretrained(side.folder / "out").state_dict())
+    return read_back(side.folder / "out", gpt2())
 
 
 def _whole_state(side: Side, model: Any) -> dict[str, float]:

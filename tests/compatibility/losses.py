@@ -17,9 +17,12 @@ def usual(model: Any, inner: Any, inputs: Any) -> torch.Tensor:
     return shifted(model(input_ids=inputs["input_ids"]).logits, inputs["labels"])
 
 
+def _hidden(model: Any, inputs: Any, place: int, **options: Any) -> torch.Tensor:
+    return model(input_ids=inputs["input_ids"], output_hidden_states=True, **options).hidden_states[place]
+
+
 def head_read(model: Any, inner: Any, inputs: Any) -> torch.Tensor:
-    hidden = model(input_ids=inputs["input_ids"], output_hidden_states=True).hidden_states[-1]
-    return shifted(hidden @ inner.get_output_embeddings().weight.T, inputs["labels"])
+    return shifted(_hidden(model, inputs, -1) @ inner.get_output_embeddings().weight.T, inputs["labels"])
 
 
 def backbone_then_head_read(model: Any, inner: Any, inputs: Any) -> torch.Tensor:
@@ -28,7 +31,7 @@ def backbone_then_head_read(model: Any, inner: Any, inputs: Any) -> torch.Tensor
 
 
 def fused(model: Any, inner: Any, inputs: Any) -> torch.Tensor:
-    hidden = model(input_ids=inputs["input_ids"], output_hidden_states=True, logits_to_keep=1).hidden_states[-1]
+    hidden = _hidden(model, inputs, -1, logits_to_keep=1)
     flat, labels = hidden[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
     return nn.functional.linear_cross_entropy(flat, inner.get_output_embeddings().weight, labels)
 
@@ -90,5 +93,5 @@ def tempered(model: Any, inner: Any, inputs: Any) -> torch.Tensor:
 
 
 def of_the_middle(model: Any, inner: Any, inputs: Any) -> torch.Tensor:
-    hidden = model(input_ids=inputs["input_ids"], output_hidden_states=True).hidden_states[1]
+    hidden = _hidden(model, inputs, 1)
     return mse_loss(hidden, torch.ones_like(hidden))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,78 +63,21 @@ def in_float8() -> nn.Module:
     return convert_to_float8_training(llama(), config=Float8LinearConfig(emulate=True))
 
 
-def made(cls: type[nn.Module], config: Any) -> nn.Module:
+def of(name: str, *, like: str = "", **sizes: Any) -> nn.Module:
+    """Return a model for which tests have no tiny sizes: those of models.yaml, or of a class that is `like` it, and
+    these.
+    """
+    cls = getattr(transformers, name)
+    config = tiny_config(like, **sizes) if like else cls.config_class(**{**SIZES[name], **sizes})
     torch.manual_seed(0)
     return cls(config)
 
 
-def of(name: str, **sizes: Any) -> nn.Module:
-    """Return a model for which tests have no tiny sizes: those of models.yaml, and these."""
-    cls = getattr(transformers, name)
-    return made(cls, cls.config_class(**{**SIZES[name], **sizes}))
-
-
-def llama_of(kind: str, **changes: Any) -> nn.Module:
-    return made(getattr(transformers, f"LlamaFor{kind}"), tiny_config("LlamaForCausalLM", **changes))
-
-
-def llama_scored(problem_type: str, num_labels: int) -> nn.Module:
-    changes = {"pad_token_id": 0, "initializer_range": 0.1}
-    return llama_of("SequenceClassification", problem_type=problem_type, num_labels=num_labels, **changes)
-
-
-def gpt2_classifier() -> nn.Module:
-    config = tiny_config("GPT2LMHeadModel", num_labels=3, pad_token_id=0)
-    return made(transformers.GPT2ForSequenceClassification, config)
-
-
-def reward_model() -> nn.Module:
-    config = llama().config
-    config.num_labels = 1
-    return made(transformers.LlamaForSequenceClassification, config)
-
-
-def wav2vec2_dropping_layers() -> nn.Module:
-    model = of("Wav2Vec2ForCTC")
-    model.config.layerdrop = 0.4
-    return model
-
-
-def llava(pixels: int, image_tokens: int) -> nn.Module:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = transformers.LlamaConfig(
-        **sizes, num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=64
-    )  # fmt: skip
-    config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(**sizes, image_size=pixels, patch_size=8), text_config=text,
-        image_token_id=VOCABULARY - 1, vision_feature_layer=-1, image_seq_length=image_tokens,
-    )  # fmt: skip
-    return made(transformers.LlavaForConditionalGeneration, config)
-
-
-def llama_attending(kind: str) -> nn.Module:
-    model = llama()
-    model.set_attn_implementation(kind)
-    return model
-
-
-def gpt2_partly_frozen() -> nn.Module:
-    model = gpt2()
-    for part in (model.transformer.wte, model.transformer.wpe, model.transformer.h[0]):
-        part.requires_grad_(False)
-    return model
-
-
-def llama_with_its_head_trained() -> nn.Module:
-    model = llama().requires_grad_(False)
-    model.lm_head.requires_grad_(True)
-    return model
-
-
-def llama_with_frozen_attention() -> nn.Module:
-    model = llama()
-    for layer in model.model.layers:
-        layer.self_attn.requires_grad_(False)
+def frozen(kind: str, pattern: str) -> nn.Module:
+    """Return a model without gradients for parameters whose name the pattern finds."""
+    model = {"gpt2": gpt2, "llama": llama}[kind]()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not re.search(pattern, name))
     return model
 
 
@@ -157,28 +101,13 @@ def compiled() -> nn.Module:
     return torch.compile(llama())
 
 
-def tasks() -> nn.Module:
-    torch.manual_seed(0)
-    return Tasks()
-
-
-def holding() -> nn.Module:
-    """Return a `Holding` in float64, because batch norm of two samples amplifies rounding."""
-    return Holding().double()
-
-
-class OneSample(nn.Module):
-    def __init__(self, vocabulary: int = VOCABULARY, width: int = 8) -> None:
+class Block(nn.Module):
+    def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.table, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 32), nn.Linear(32, width)
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        (ids,), (targets,) = input_ids, labels
-        hidden = self.table(ids)
-        for layer in self.layers:
-            hidden = torch.tanh(layer(hidden))
-        return {"loss": nn.functional.cross_entropy(self.head(hidden), targets)}
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(nn.functional.gelu(self.up(self.norm(hidden))))
 
 
 class Plain(nn.Module):
@@ -188,27 +117,49 @@ class Plain(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in range(blocks)
-        )
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.head = nn.Linear(width, VOCABULARY)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        return self.through(self.blocks, input_ids, labels)
+
+    def through(self, blocks: Any, input_ids: torch.Tensor, labels: torch.Tensor | None) -> dict[str, torch.Tensor]:
         hidden = self.embedding(input_ids)
-        for block in self.blocks:
-            hidden = hidden + block(hidden)
+        for block in blocks:
+            hidden = block(hidden)
         logits = self.head(hidden)
         if labels is None:
             return {"logits": logits}
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
+class OneSample(Plain):
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        (ids,), (targets,) = input_ids, labels
+        return super().forward(ids[None], targets[None])
+
+
+class Tasks(Plain):
+    """A model with a block of its own for each task."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=2)
+        self.own = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, task: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        own = self.own[0 if task is None else int(task[0])]
+        return self.through((*self.blocks, own), input_ids, labels)
+
+
 class Holding(nn.Module):
+    """A model in another, in float64, because batch norm of two samples amplifies rounding."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = gpt2().transformer
-        self.norm = nn.BatchNorm1d(32)
-        self.head = nn.Linear(32, 1)
+        self.backbone, self.norm, self.head = gpt2().transformer, nn.BatchNorm1d(32), nn.Linear(32, 1)
+        self.double()
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         value = self.head(self.norm(self.backbone(input_ids=input_ids).last_hidden_state.mean(1)))
@@ -231,29 +182,3 @@ class WithOwnParameters(nn.Module):
         hidden = self.inner.model(input_ids=input_ids).last_hidden_state @ self.projection
         logits = nn.functional.linear(hidden, self.inner.lm_head.weight) * self.temperature
         return {"loss": shifted(logits, labels), "logits": logits}
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + self.down(torch.relu(self.up(hidden)))
-
-
-class Tasks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 16)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.own = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(16, VOCABULARY)
-
-    def forward(
-        self, input_ids: torch.Tensor, labels: torch.Tensor, task: torch.Tensor | None = None
-    ) -> dict[str, torch.Tensor]:
-        hidden = self.embed(input_ids)
-        for block in (*self.blocks, self.own[0 if task is None else int(task[0])]):
-            hidden = block(hidden)
-        return {"loss": nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())}

@@ -28,10 +28,8 @@ def by_trl(
     reference: bool = False, task: str = "CAUSAL_LM", **options: Any,
 ) -> Figures:  # fmt: skip
     given: dict[str, Any] = {"processing_class": tokenizer()}
-    if adapters:
-        given["peft_config"] = peft.LoraConfig(**_LORA, task_type=task)
-    if reference:
-        given["ref_model"] = llama()
+    given |= {"peft_config": peft.LoraConfig(**_LORA, task_type=task)} if adapters else {}
+    given |= {"ref_model": llama()} if reference else {}
     if kind in _ONLINE:
         given["reward_funcs"] = _rewards
         online = {"num_generations": 2, "max_completion_length": 6, "temperature": 1.0}

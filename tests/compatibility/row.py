@@ -58,7 +58,7 @@ class Row:
         is_refused_late: the refusal may come after training.
         refused_by: package that raises the refusal.
         config: options of OSDP that the row needs.
-        daily: whether the daily tests run the row.
+        daily: whether the daily tests run the row; other tests train with much of the rest every day.
     """
 
     name: str
@@ -105,10 +105,8 @@ def read_rows() -> dict[str, Row]:
         for entry in group["rows"]:
             arguments = {name: value for name, value in entry.items() if name not in about and name != "with"}
             own = {name: entry[name] for name in entry if name in about and name != "train"}
-            if "expected" in own:
-                own["expected"] = Verdict(own["expected"])
-            if "oracle" in own:
-                own["oracle"] = Oracle[own["oracle"]]
+            kinds = {"expected": Verdict, "oracle": Oracle.__getitem__}
+            own |= {name: kind(own[name]) for name, kind in kinds.items() if name in own}
             train = _training(entry.get("train", group["train"]), {**arguments, **entry.get("with", {})})
             made = Row(**own, group=group["group"], train=train)
             if made.label in rows:
@@ -122,12 +120,11 @@ def _training(path: str, arguments: dict[str, Any]) -> Callable[[Side], Figures]
 
     def train(side: Side) -> Figures:
         module, name = path.split(".")
-        function = getattr(import_module(f"{__package__}.{module}"), name)
+        own = {}
         if "then" in arguments and module != "loops":
-            return function(side, **{**arguments, "then": getattr(import_module(f"{__package__}.after"), then)})
-        return function(side, **arguments)
+            own["then"] = getattr(import_module(f"{__package__}.after"), arguments["then"])
+        return getattr(import_module(f"{__package__}.{module}"), name)(side, **{**arguments, **own})
 
-    then = arguments.get("then", "")
     return train
 
 
@@ -150,17 +147,14 @@ def worst_difference(got: Figures, want: Figures, row: Row) -> tuple[float, str]
                 worst[name] = part, f"{name} {mine[name]:.6g}, stock {figure:.6g} (entry {number})"
     if not worst:
         return float("inf"), "nothing was logged"
-    ordered = sorted(worst.values(), reverse=True)
-    return ordered[0][0], "; ".join(text for number, (part, text) in enumerate(ordered[:3]) if part > 1 or number == 0)
+    first, *others = sorted(worst.values(), reverse=True)[:3]
+    return first[0], "; ".join([first[1], *(text for part, text in others if part > 1)])
 
 
 def _keys(mine: Mapping[str, float], theirs: Mapping[str, float]) -> str:
     less, more = sorted(theirs.keys() - mine.keys()), sorted(mine.keys() - theirs.keys())
-    return " and ".join(
-        part
-        for part in (f"no {', '.join(less)}" * bool(less), f"{', '.join(more)}, which stock has not" * bool(more))
-        if part
-    )
+    parts = [f"no {', '.join(less)}"] * bool(less) + [f"{', '.join(more)}, which stock has not"] * bool(more)
+    return " and ".join(parts)
 
 
 def _fraction_of_tolerance(name: str, mine: float, theirs: float, row: Row) -> float:

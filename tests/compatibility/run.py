@@ -25,9 +25,9 @@ LIMIT_S = 150.0
 _PATIENCE_S = 20.0
 """Seconds that a failed rank waits for the outcomes of the others."""
 _ENV = {
-    Oracle.FSDP2: {"ACCELERATE_USE_FSDP": "true"},
+    Oracle.DDP: {}, Oracle.FSDP2: {"ACCELERATE_USE_FSDP": "true"},
     Oracle.ALONE: {"LOCAL_RANK": "-1"},  # otherwise Accelerate uses DDP in one process
-}
+}  # fmt: skip
 _LINE = 400
 """Largest number of characters of a refusal."""
 
@@ -59,16 +59,13 @@ def _side(row: Row, folder: Path, *, is_stock: bool) -> tuple[list[Outcome], str
     """Return the outcome of each rank, and the failure of the processes, if any."""
     folder.mkdir()
     world, failure = (row.oracle.processes if is_stock else 2), ""
-    env = _ENV.get(row.oracle, {}) if is_stock else {}
+    env = _ENV[row.oracle] if is_stock else {}
     try:
         run_ranks(train_row, world, row.label, str(folder), is_stock, init=False, timeout_s=LIMIT_S, env=env)
     except RankFailure as error:
         failure = "hung" if error.error_type == "timeout" else str(error)
-    outcomes = [
-        Outcome(**json.loads(path.read_text(encoding="utf-8")))
-        for rank in range(world)
-        if (path := _path(folder, rank)).exists()
-    ]
+    written = [path for rank in range(world) if (path := _path(folder, rank)).exists()]
+    outcomes = [Outcome(**json.loads(path.read_text(encoding="utf-8"))) for path in written]
     return (outcomes if len(outcomes) == world else []), failure
 
 
@@ -143,19 +140,15 @@ def judged(
         return verdict, f"the stock side: {one_line(what)}"
     if failure:
         error = _first_error(ours)
+        if error is None and failure == "hung":
+            return Verdict.HUNG, f"no end within {LIMIT_S:.0f} s"
         if error is None:
-            return (
-                (Verdict.HUNG, f"no end within {LIMIT_S:.0f} s")
-                if failure == "hung"
-                else (Verdict.CRASHED, failure.splitlines()[0])
-            )
+            return Verdict.CRASHED, failure.splitlines()[0]
         return Verdict.CRASHED, f"{error.error_type}: {one_line(error.error)}\n{error.trace}"
     if not all(outcome.layouts for outcome in ours):
         return Verdict.DIFFERENT, "no plan ran: the model was not sharded"
     part, text = worst_difference(ours[0].figures, stock[0].figures, row)
-    if part > 1:
-        return Verdict.DIFFERENT, text
-    return Verdict.EQUAL, f"largest difference: {text}"
+    return (Verdict.DIFFERENT, text) if part > 1 else (Verdict.EQUAL, f"largest difference: {text}")
 
 
 def _is_refused(row: Row, ours: list[Outcome]) -> bool:
@@ -184,7 +177,6 @@ def _write(folder: str, rank: int, outcome: Outcome) -> None:
 def _wait_for_others(folder: str) -> None:
     """Wait for the other ranks to write whether they failed too, because the first failed rank soon ends all."""
     deadline = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < deadline and not all(
-        _path(folder, rank).exists() for rank in range(int(os.environ["WORLD_SIZE"]))
-    ):
+    outcomes = [_path(folder, rank) for rank in range(int(os.environ["WORLD_SIZE"]))]
+    while time.monotonic() < deadline and not all(path.exists() for path in outcomes):
         time.sleep(0.05)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -43,12 +44,9 @@ class Side:
         folder: folder for the training's files; the same on every rank.
     """
 
+    is_stock: ClassVar[bool] = True
     folder: Path
     oracle: Oracle = Oracle.DDP
-
-    @property
-    def is_stock(self) -> bool:
-        return True
 
     @property
     def samples(self) -> int:
@@ -60,12 +58,10 @@ class Side:
     def arguments(self, cls: type = TrainingArguments, **changes: Any) -> Any:
         options: dict[str, Any] = {
             "output_dir": str(self.folder), "max_steps": STEPS, "logging_steps": 1, "learning_rate": 1e-2,
-            "use_cpu": True,
-            "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "seed": 5,
-            "per_device_train_batch_size": self.samples,
-            "per_device_eval_batch_size": self.samples, "lr_scheduler_type": "linear", "weight_decay": 0.1,
-            "adam_epsilon": 1e-5,
-            "bf16": False, "logging_nan_inf_filter": False, "gradient_checkpointing": False,
+            "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "seed": 5,
+            "per_device_train_batch_size": self.samples, "per_device_eval_batch_size": self.samples,
+            "lr_scheduler_type": "linear", "weight_decay": 0.1, "adam_epsilon": 1e-5, "bf16": False,
+            "logging_nan_inf_filter": False, "gradient_checkpointing": False,
         }  # fmt: skip
         return cls(**{**options, **self._own(), **changes})
 
@@ -82,34 +78,20 @@ class Side:
             dist.init_process_group("gloo")
         return nn.parallel.DistributedDataParallel(model)
 
-    @contextmanager
-    def prepared(self) -> Iterator[None]:
-        """Set up what a training needs, as a context."""
+    def prepared(self) -> AbstractContextManager[Any]:
+        """Return what a training needs around it."""
         if self.oracle is not Oracle.FSDP2:
-            yield
-            return
-        stock = transformers.trainer.Accelerator
-        transformers.trainer.Accelerator = _ShardedOnCpu
-        try:
-            yield
-        finally:
-            transformers.trainer.Accelerator = stock
+            return nullcontext()
+        return mock.patch.object(transformers.trainer, "Accelerator", _ShardedOnCpu)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ours(Side):
     """This package's side, under a plan in which neighbouring units have different layouts."""
 
+    is_stock: ClassVar[bool] = False
     shift: int = 0
     changes: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_stock(self) -> bool:
-        return False
-
-    @property
-    def samples(self) -> int:
-        return SAMPLES
 
     def trainer(self, base: type = transformers.Trainer) -> type:
         return hf_osdp.with_osdp(base)
@@ -126,27 +108,19 @@ class Ours(Side):
         return hf_osdp.OSDPAccelerator(osdp=self.config(micro_batch_size=None), cpu=True, **options)
 
     def wrapped(self, model: nn.Module, **options: Any) -> nn.Module:
-        precision = {name: options.pop(name) for name in ("mixed_precision",) if name in options}
-        return hf_osdp.OptimalShardedDataParallel(model, self.config(**options), **precision)
+        return hf_osdp.OptimalShardedDataParallel(model, self.config(**options))
 
-    @contextmanager
-    def prepared(self) -> Iterator[None]:
+    def prepared(self) -> AbstractContextManager[Any]:
         """Give every plan that a search finds several layouts; only replicated ones if the optimizer needs whole
         parameters.
         """
         stock = finding.search
 
         def mixed(problem: PlanningProblem) -> SearchResult:
-            found = stock(problem)
-            return replace(
-                found, plan=with_mixed_layouts(found.plan, self.shift, whole=problem.job.optimizer.needs_whole)
-            )
+            found, whole = stock(problem), problem.job.optimizer.needs_whole
+            return replace(found, plan=with_mixed_layouts(found.plan, self.shift, whole=whole))
 
-        finding.search = mixed
-        try:
-            yield
-        finally:
-            finding.search = stock
+        return mock.patch.object(finding, "search", mixed)
 
 
 def with_mixed_layouts(plan: Plan, shift: int, *, whole: bool = False) -> Plan:
@@ -175,12 +149,13 @@ def made(spec: Any) -> Any:
     """Return what a row names: a function of `models` or `data` or a class of a tiny model, called without arguments
     or, as `{name: arguments}`, with them; anything else as it is.
     """
-    if isinstance(spec, dict) and len(spec) == 1 and isinstance(next(iter(spec.values())), dict):
-        ((name, arguments),) = spec.items()
-    elif isinstance(spec, str):
-        name, arguments = spec, {}
-    else:
-        return spec
+    match spec:
+        case str():
+            name, arguments = spec, {}
+        case dict() if len(spec) == 1 and isinstance(next(iter(spec.values())), dict):
+            ((name, arguments),) = spec.items()
+        case _:
+            return spec
     function = getattr(models, name, None) or getattr(sets, name, None)
     return models.tiny(name, **arguments) if function is None else function(**arguments)
 
@@ -208,14 +183,11 @@ def trained(
 
 
 def logged(trainer: Any) -> Figures:
-    return [
-        {
-            name: float(value)
-            for name, value in entry.items()
-            if isinstance(value, (int, float)) and not any(t in name for t in _TIMES)
-        }
-        for entry in trainer.state.log_history
-    ]
+    def figures(entry: Mapping[str, Any]) -> dict[str, float]:
+        numbers = {name: value for name, value in entry.items() if isinstance(value, (int, float))}
+        return {name: float(value) for name, value in numbers.items() if not any(time in name for time in _TIMES)}
+
+    return [figures(entry) for entry in trainer.state.log_history]
 
 
 def mean_over_ranks(value: torch.Tensor | float) -> float:
@@ -224,6 +196,12 @@ def mean_over_ranks(value: torch.Tensor | float) -> float:
         dist.all_reduce(total)
         total /= dist.get_world_size()
     return total.item()
+
+
+def read_back(folder: Path, like: nn.Module) -> dict[str, float]:
+    """Return the sums of a model of this class that was saved in the folder."""
+    dist.barrier()
+    return sums(type(like).from_pretrained(folder).state_dict())
 
 
 def sums(state: Mapping[str, torch.Tensor]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,21 +10,31 @@ import torch
 import transformers
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
-from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
+from transformers import TrainerCallback
 
 from . import losses
 from .data import classes, sentences, tokenizer, tokens
 from .models import gpt2, llama
 from .row import Figures
-from .side import Side, logged, sums, trained
+from .side import Side, logged, made, sums, trained
 
 EVALUATION = {"eval_strategy": "steps", "eval_steps": 2}
 MEAN = {"average_tokens_across_devices": False}
 """For models whose loss ignores the number of items; stock DDP would multiply it by the number of processes."""
 
 
-def fit(side: Side, **options: Any) -> Figures:
-    return trained(side, **options)
+def fit(
+    side: Side, *, base: str = "Trainer", arguments: str = "TrainingArguments",
+    callbacks: Mapping[str, Mapping[str, Any]] | None = None, **options: Any,
+) -> Figures:  # fmt: skip
+    """Train under a Trainer; classes are named, those of callbacks with their arguments."""
+    given = {"callbacks": [_named(name)(**own) for name, own in callbacks.items()]} if callbacks else {}
+    return trained(side, base=_named(base), arguments=_named(arguments), given=given, **options)
+
+
+def _named(name: str) -> Any:
+    """Return a class of this file or of transformers."""
+    return globals().get(name) or getattr(transformers, name)
 
 
 def with_loss(side: Side, *, loss: str, model: Any = "llama", **options: Any) -> Figures:
@@ -37,48 +48,45 @@ def with_loss(side: Side, *, loss: str, model: Any = "llama", **options: Any) ->
     return trained(side, model, base=OwnLoss, **options)
 
 
-def sequence_to_sequence(side: Side, **options: Any) -> Figures:
-    return trained(side, base=Seq2SeqTrainer, arguments=Seq2SeqTrainingArguments, **options)
-
-
 def model_init(side: Side) -> Figures:
-    return trained(side, None, given={"model_init": lambda: gpt2()})
+    return trained(side, None, given={"model_init": gpt2})
+
+
+def in_turn(
+    side: Side, *, acts: Sequence[str], data: Any = None, evaluated: Any = None, late_data: Any = None
+) -> Figures:
+    """Call methods of one trainer in turn, and compare what is logged after each."""
+    given = {"train_dataset": made(data), "eval_dataset": made(evaluated)}
+    trainer, figures = side.trainer()(model=gpt2(), args=side.arguments(), **given), []
+    if late_data is not None:
+        trainer.train_dataset = made(late_data)
+    for act in acts:
+        getattr(trainer, act)()
+        figures += logged(trainer)
+    return figures
 
 
 # ------------------------------------------------------------------------------------------------------- optimizers
 
 
-def _by(side: Side, model: Any, optimizer: Any, scheduler: Any = None) -> Figures:
-    return trained(side, model, given={"optimizers": (optimizer, scheduler)})
-
-
-def optimizer_and_scheduler(side: Side) -> Figures:
+def by_optimizer(side: Side, kind: str, *, schedules: bool = False) -> Figures:
+    """Train with an optimizer that the user made of the model's parameters."""
     model = gpt2()
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": decayed, "weight_decay": 0.2, "lr": 3e-3}, {"params": others}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-5)
-    return _by(side, model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)))
-
-
-def parameters_in_another_order(side: Side) -> Figures:
-    model = gpt2()
-    return _by(side, model, torch.optim.AdamW([*model.parameters()][::-1], lr=1e-2, eps=1e-5))
+    optimizer = OPTIMIZERS[kind](model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)) if schedules else None
+    return trained(side, model, given={"optimizers": (optimizer, schedule)})
 
 
 def optimizer_class(side: Side) -> Figures:
     return trained(side, given={"optimizer_cls_and_kwargs": (torch.optim.NAdam, {"lr": 5e-3, "eps": 1e-5})})
 
 
-def create_optimizer(side: Side) -> Figures:
-    class OwnOptimizer(transformers.Trainer):
-        def create_optimizer(self, model: Any = None) -> Any:
-            if self.optimizer is None:
-                parameters = (self.model if model is None else model).parameters()
-                self.optimizer = torch.optim.RMSprop(parameters, lr=1e-3, eps=1e-4)
-            return self.optimizer
-
-    return trained(side, base=OwnOptimizer)
+class OwnOptimizer(transformers.Trainer):
+    def create_optimizer(self, model: Any = None) -> Any:
+        if self.optimizer is None:
+            parameters = (self.model if model is None else model).parameters()
+            self.optimizer = torch.optim.RMSprop(parameters, lr=1e-3, eps=1e-4)
+        return self.optimizer
 
 
 class Muon(torch.optim.Optimizer):
@@ -93,14 +101,19 @@ class Muon(torch.optim.Optimizer):
                     parameter.sub_(parameter.grad / parameter.grad.norm(), alpha=group["lr"])
 
 
-def not_element_wise(side: Side) -> Figures:
-    model = gpt2()
-    return _by(side, model, Muon(model.parameters()))
+def _grouped(model: Any) -> torch.optim.Optimizer:
+    matrices, others = ([p for p in model.parameters() if (p.dim() > 1) is wanted] for wanted in (True, False))
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.2, "lr": 3e-3}, {"params": others}], lr=1e-2, eps=1e-5
+    )
 
 
-def foreach(side: Side) -> Figures:
-    model = gpt2()
-    return _by(side, model, torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-5, foreach=True))
+OPTIMIZERS = {
+    "groups": _grouped,
+    "another order": lambda model: torch.optim.AdamW([*model.parameters()][::-1], lr=1e-2, eps=1e-5),
+    "not element-wise": lambda model: Muon(model.parameters()),
+    "foreach": lambda model: torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-5, foreach=True),
+}
 
 
 # --------------------------------------------------------------------------------------------------- other uses
@@ -130,29 +143,6 @@ def batch_metrics(side: Side) -> Figures:
     return trained(side, "BertForSequenceClassification", "classes", evaluated=classes(8), given=given, **options)
 
 
-def evaluated_around(side: Side) -> Figures:
-    """Evaluate before and after training; the reference is one process, because two stock processes that evaluate
-    first then train without reducing gradients.
-    """
-    trainer = side.trainer()(model=gpt2(), args=side.arguments(), train_dataset=tokens(), eval_dataset=tokens(8))
-    trainer.evaluate()
-    trainer.train()
-    trainer.evaluate()
-    return logged(trainer)
-
-
-def evaluated_alone(side: Side) -> Figures:
-    trainer = side.trainer()(model=gpt2(), args=side.arguments(), eval_dataset=tokens(8))
-    trainer.evaluate()
-    return logged(trainer)
-
-
-def early_stopping(side: Side) -> Figures:
-    each = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
-    given = {"callbacks": [EarlyStoppingCallback(1, 0.5)]}
-    return trained(side, evaluated=tokens(8), given=given, load_best_model_at_end=True, **each)
-
-
 def resumed(side: Side, **options: Any) -> Figures:
     """Train, then continue from the checkpoint of the second step with other weights."""
     options = {"save_strategy": "steps", "save_steps": 2, **options}
@@ -169,21 +159,6 @@ def late_evaluations(side: Side) -> Figures:
     return [{name: value for name, value in each.items() if name.endswith("_loss")} for each in figures]
 
 
-def late_training_data(side: Side) -> Figures:
-    trainer = side.trainer()(model=gpt2(), args=side.arguments())
-    trainer.train_dataset = tokens()
-    trainer.train()
-    return logged(trainer)
-
-
-def trained_twice(side: Side) -> Figures:
-    trainer = side.trainer()(model=gpt2(), args=side.arguments(), train_dataset=tokens())
-    trainer.train()
-    first = logged(trainer)
-    trainer.train()
-    return [*first, *logged(trainer)]
-
-
 class Evaluating(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_evaluate = control.should_log = True
@@ -195,62 +170,52 @@ class Halving(TrainerCallback):
             group["lr"] /= 2
 
 
-def called_back(side: Side, callback: str, **options: Any) -> Figures:
-    kind = {"evaluating": Evaluating, "halving": Halving}[callback]
-    return trained(side, given={"callbacks": [kind()]}, **options)
-
-
 class Averaging(TrainerCallback):
     def __init__(self, model: Any) -> None:
-        self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        self.running = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+
+    @property
+    def running_model(self) -> Any:
+        return self.running.module
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.average.update_parameters(model)
+        self.running.update_parameters(model)
         if state.global_step == 2:
             with torch.no_grad():
-                for parameter, mean in zip(model.parameters(), self.average.module.parameters(), strict=True):
+                for parameter, mean in zip(model.parameters(), self.running_model.parameters(), strict=True):
                     parameter.copy_(mean)
 
 
-def averaged(side: Side) -> Figures:
-    model = llama()
-    callback = Averaging(model)
-
-    def then(side: Side, trainer: Any) -> dict[str, float]:
-        return sums(dict(callback.average.module.named_parameters()))
-
-    return trained(side, model, given={"callbacks": [callback]}, then=then)
-
-
-def averaged_by_trl(side: Side) -> Figures:
+def averaged(side: Side, *, by_trl: bool = False) -> Figures:
     from trl import BEMACallback
 
-    callback = BEMACallback(update_freq=1)
+    model = llama()
+    callback = BEMACallback(update_freq=1) if by_trl else Averaging(model)
 
     def then(side: Side, trainer: Any) -> dict[str, float]:
         return sums(dict(callback.running_model.named_parameters()))
 
-    return trained(side, "llama", given={"callbacks": [callback]}, then=then)
+    return trained(side, model, given={"callbacks": [callback]}, then=then)
 
 
-def own_loader(side: Side) -> Figures:
-    class OwnLoader(transformers.Trainer):
-        def get_train_dataloader(self) -> Any:
-            loader = DataLoader(self.train_dataset, batch_size=self.args.train_batch_size, shuffle=False)
-            return self.accelerator.prepare(loader)
-
-    return trained(side, base=OwnLoader)
+class OwnLoader(transformers.Trainer):
+    def get_train_dataloader(self) -> Any:
+        loader = DataLoader(self.train_dataset, batch_size=self.args.train_batch_size, shuffle=False)
+        return self.accelerator.prepare(loader)
 
 
-def own_step(side: Side) -> Figures:
-    class OwnStep(transformers.Trainer):
-        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-            model.train()
-            loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
-            self.accelerator.backward(loss)
-            return loss.detach()
+class OwnStep(transformers.Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        model.train()
+        loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
 
-    return trained(side, base=OwnStep)
+
+class HoldsOutputs(transformers.Trainer):
+    def compute_loss(self, *args: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, self.held = super().compute_loss(*args, return_outputs=True, **kwargs)
+        return (loss, self.held) if return_outputs else loss
 
 
 def random_masks(side: Side) -> Figures:
@@ -271,12 +236,3 @@ def loss_function(side: Side) -> Figures:
         return torch.nn.functional.cross_entropy(logits, wanted, reduction="sum") / num_items_in_batch
 
     return trained(side, given={"compute_loss_func": loss})
-
-
-def outputs_held(side: Side) -> Figures:
-    class Holding(transformers.Trainer):
-        def compute_loss(self, *args: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-            loss, self.held = super().compute_loss(*args, return_outputs=True, **kwargs)
-            return (loss, self.held) if return_outputs else loss
-
-    return trained(side, base=Holding)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,8 +15,6 @@ from torch import nn
 from hf_osdp import OSDPGradScaler
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.units import find_units
-from hf_osdp.planner.placement import Activations
-from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.training_job import Precision
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.environment import move_to_device, mp_policy
@@ -26,79 +24,41 @@ from hf_osdp.sharding.optimizer_steps import bind_optimizer, step_by_device
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.steps import micro_step
 from tests.helpers.distributed import run_ranks
-from tests.helpers.layouts import _is_block, plan_of
-from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+from tests.helpers.models import tiny_batch
 from tests.helpers.read_back import verify_applied
-from tests.helpers.training import Trained
+from tests.helpers.training import MAX_NORM, Case, Trained, plan_for
 
 # Else the question whether there is a device, asked before ranks are forked, forbids them to use one.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 LATE_MS = 200
-Loss = Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
+class Variant(Case):
     """A training: what is trained, under which plan, how."""
 
-    model: str = "gpt2"
-    """Of `tiny_model`, or `wide`, a GPT-2 whose matrices have blocks of quantized states."""
-    dtype: torch.dtype = torch.float64
-    layout: str = "mixed"
-    """Of `plan_of`."""
-    change: Callable[[int, UnitDecision], dict[str, Any]] | None = None
-    """Number and decision of a unit → what of the decision is different."""
-    activations: Activations | None = None
-    """Of the blocks."""
-    accumulation_steps: int = 1
-    reduce_every_micro_step: bool | None = True
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = _adamw
+    max_norm: float = MAX_NORM
     precision: str = "no"
     """As Accelerate names it; fp16 scales the loss."""
-    max_norm: float = 0.5
-    optimizer: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the optimizer."""
-    make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
-    steps: int = 3
-    prepare: Callable[[nn.Module], object] | None = None
-    """Changes the model before it is sharded."""
-    loss: Loss = tiny_loss
-
-
-def on_host(every: int) -> Callable[[int, UnitDecision], dict[str, Any]]:
-    """Each so many-th unit is on the host."""
-    return lambda number, unit: {"on_host": number % every == 0}
-
-
-def plan_for(variant: Variant, units: Any, world_size: int) -> Plan:
-    plan = plan_of(
-        units, world_size, variant.layout, accumulation_steps=variant.accumulation_steps,
-        reduce_every_micro_step=variant.reduce_every_micro_step,
-    )  # fmt: skip
-    changed = []
-    for number, (decision, unit) in enumerate(zip(plan.units, units, strict=True)):
-        if variant.activations is not None and _is_block(unit):
-            decision = replace(decision, activations=variant.activations)
-        changed.append(replace(decision, **variant.change(number, decision)) if variant.change else decision)
-    return replace(plan, units=tuple(changed))
 
 
 def train(variant: Variant, device_type: str) -> Trained:
     """Train this rank's part on `"cuda"` or `"cpu"`; rank 0 has the parameters."""
-    model = (
-        tiny_model("gpt2", layers=2, width=128, dtype=variant.dtype)
-        if variant.model == "wide"
-        else tiny_model(variant.model, dtype=variant.dtype)
-    )
+    model, world, rank = variant.model(), dist.get_world_size(), dist.get_rank()
     if variant.prepare:
         variant.prepare(model)
-    world, rank, parts = dist.get_world_size(), dist.get_rank(), variant.accumulation_steps
-    units = find_units(model)
-    plan = plan_for(variant, units, world)
+    units, parts = find_units(model), variant.accumulation_steps
+    plan = plan_for(replace(variant, world=world), units)
     apply_plan(model, plan, units, meshes=Meshes(device_type), mp_policy=mp_policy(Precision.named(variant.precision)))
     verify_applied(model, plan, units)
     device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
     move_to_device(model, device)
-    optimizer = variant.make(model.parameters(), lr=1e-3, **variant.optimizer)
+    optimizer = variant.optimizer(model)
     step_by_device(optimizer, host_parameters(model))
     if any(unit.states_on_host for unit in plan.units):
         bind_optimizer(model, plan, units, [optimizer])

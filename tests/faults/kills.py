@@ -11,7 +11,6 @@ in torch; here as under torchrun it is sent SIGTERM, and SIGKILL 30 s after it.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import random
 import signal
@@ -60,17 +59,16 @@ class Outcome:
     trainings: int = 0
     problems: list[str] = field(default_factory=list)
     wanted: int = 0
-    until_s: float = math.inf
 
     @property
     def goes_on(self) -> bool:
-        """Whether more kills are wanted, and there is time for them."""
-        return self.kills.total() < self.wanted and time.monotonic() < self.until_s
+        """Whether more kills are wanted."""
+        return self.kills.total() < self.wanted
 
 
-def run(kills: int, seed: int, folder: Path, seconds: float = math.inf) -> Outcome:
-    """Train in a folder until there were so many kills, or for so many seconds; the seed picks them."""
-    chance, outcome = random.Random(seed), Outcome(wanted=kills, until_s=time.monotonic() + seconds)
+def run(kills: int, seed: int, folder: Path) -> Outcome:
+    """Train in a folder until there were so many kills; the seed picks them."""
+    chance, outcome = random.Random(seed), Outcome(wanted=kills)
     wanted: dict[Training, dict[str, torch.Tensor]] = {}
     while outcome.goes_on:
         training = TRAININGS[outcome.trainings % len(TRAININGS)]
@@ -170,17 +168,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="kill nothing after so many seconds")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hf_osdp_kills_") as folder:
-        outcome = run(arguments.kills, arguments.seed, Path(folder), arguments.seconds)
+        outcome = run(arguments.kills, arguments.seed, Path(folder))
     print(f"{outcome.kills.total()} kills in {outcome.trainings} trainings")
     for phase in PHASES:
         print(f"{phase:9}", *(f"{one} {outcome.kills[phase, one]:3}" for one in ("rank 0", "rank 1", "all")), sep="  ")
     if ends := outcome.ending_s:
-        print(
-            f"From a rank's death to the other's end: median {statistics.median(ends):.2f} s, at most {max(ends):.2f}."
-        )
+        took = f"median {statistics.median(ends):.2f} s, at most {max(ends):.2f}"
+        print(f"From a rank's death to the other's end: {took}.")
     print(f"Ended as torchrun ends them, after {ENDS_WITHIN_S:g} s: {', '.join(outcome.were_ended) or 'none'}.")
     print(*(outcome.problems or ["Nothing was lost: every final weight as without a kill, to the bit."]), sep="\n")
     raise SystemExit(bool(outcome.problems))

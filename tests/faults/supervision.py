@@ -1,6 +1,6 @@
 """Measure what a user sees when a rank fails, and after how many seconds: the plain launcher compared with hf_osdp.
 
-    python tests/faults/supervision.py [--only CASE ...] [--modes plain,ours] [--limit 60] [--json FILE]
+    python tests/faults/supervision.py [--only CASE ...] [--modes plain,ours] [--limit 60]
 
 Each case runs a minimal gloo script of 2 ranks (4 on two emulated machines) twice: with torch only, and with the entry
 points of hf_osdp. Seconds count from the fault to the exit of the launcher's last process; `> 60` means that the
@@ -10,11 +10,9 @@ limit ended it.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,11 +23,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO
 
+import psutil
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -42,7 +38,6 @@ _SIGNS = (
     r"rank\s+: \d+ \(local_rank: \d+\)\s+exitcode\s+: -9 .*",
     r"(?:hf_osdp: )?(?:Restarted|Rank \d+ on |Out of memory on rank ).*",
     r"(?:hf_osdp: |error: |\w+Error: |Rank \d+ on ).*(?:missing|differ|[Dd]ifferent).*",
-    r"SIGTERM: .*",
     r"(?:\w+\.)*\w*(?:Error|Exception): (?!Command ).*",
     r"Signal \d+ \(SIG\w+\) received.*",
     r"Sending process .*",
@@ -86,20 +81,18 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--modes", default="plain,ours", help="plain, ours, or both")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a case may take after its fault")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--as-rank", nargs=3, metavar=("CASE", "MODE", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank:
         run_rank(*options.as_rank)
         return 0
-    rows = {}
+    modes = options.modes.split(",")
+    print("| behaviour |", *(f"{mode} | s |" for mode in modes))
+    print("|", "--- | " * (1 + 2 * len(modes)))
     for name in options.only:
-        for mode in options.modes.split(","):
-            rows[f"{name} {mode}"] = outcome = run_case(name, mode, options.limit)
-            print(f"{name:18} {mode:6} {outcome['seconds']:>6}  {outcome['message']}", file=sys.stderr, flush=True)
-            if options.json:
-                options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    show(rows)
+        found = [run_case(name, mode, options.limit) for mode in modes]
+        cells = (f"`{one['message']}` | {one['seconds']} |" for one in found)
+        print(f"| {CASES[name].title} |", *cells, flush=True)
     return 0
 
 
@@ -138,37 +131,27 @@ def start(
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     env |= {"SUPERVISION_ONE_GPU": "1"} if one_gpu else {"CUDA_VISIBLE_DEVICES": ""}
     env["GLOO_SOCKET_IFNAME"] = "nowhere0" if name == "interface" else "lo"
-
-    def popen(command: list[str], **more: str) -> subprocess.Popen:
-        return subprocess.Popen(
-            command, env={**env, **more}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-
+    places: list[dict[str, str]] = [{}]
     match case.launcher:
         case "torchrun":
-            launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *case.options)
-            return [popen([sys.executable, *launch, *script])]
+            words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *case.options]
         case "accelerate":
             config = f"--config_file={ROOT / 'accelerate_configs/osdp_cpu.yaml'}"
-            launch = ("-m", "accelerate.commands.launch", config, "--num_processes=2", "--main_process_port=0")
-            return [popen([sys.executable, *launch, *script])]
+            words = ["-m", "accelerate.commands.launch", config, "--num_processes=2", "--main_process_port=0"]
         case "machines":
-            emulate = str(ROOT / "benchmarks/two_machines/emulate.py")
-            return [popen([sys.executable, emulate, *case.options, "--", *script])]
+            words = [str(ROOT / "benchmarks/two_machines/emulate.py"), *case.options, "--"]
         case _:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = str(free.getsockname()[1])
-            common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-            return [
-                popen([sys.executable, *script], **common, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)
-            ]
+            from tests.helpers.distributed import free_port
+
+            words, port = [], free_port()
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+            places = [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    how = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+    return [subprocess.Popen([sys.executable, *words, *script], env={**env, **place}, **how) for place in places]
 
 
 def end(process: subprocess.Popen) -> None:
     try:
-        import psutil
-
         family = psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
         family = []
@@ -176,8 +159,7 @@ def end(process: subprocess.Popen) -> None:
         if one.is_running():
             one.send_signal(signal.SIGCONT)
             one.kill()
-    if process.poll() is None:
-        process.kill()
+    process.kill()
     process.wait()
 
 
@@ -202,10 +184,10 @@ def run_rank(name: str, mode: str, folder_text: str) -> None:
 
     if name == "early" and odd:
         fault()
-        raise KeyError("the reason")
+        raise_error()
     if name in ("versions", "interface", "models") and rank == 0:
         fault()
-    (form_group_by_hf_osdp if mode == "ours" else form_group_by_torch)(name, odd)
+    form_group(name, mode, odd)
     if mode == "ours":
         from hf_osdp.distributed import restart
         from hf_osdp.distributed.consensus import require_same_run
@@ -218,9 +200,8 @@ def run_rank(name: str, mode: str, folder_text: str) -> None:
         for parameter in torch.nn.parallel.DistributedDataParallel(model).parameters():
             dist.all_reduce(parameter.data)
     faults: dict[str, Callable[[], object]] = {
-        "raises": lambda: raise_error(KeyError("the reason")),
-        "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-        "restart": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "raises": raise_error,
+        **dict.fromkeys(("killed", "restart"), lambda: os.kill(os.getpid(), signal.SIGKILL)),
         "oom": lambda: out_of_memory(mode),
         "stopped": stop_process,
         "sigterm": lambda: os.kill(os.getpid(), signal.SIGTERM),
@@ -241,21 +222,19 @@ def run_rank(name: str, mode: str, folder_text: str) -> None:
         print(ours or "trained to the end", flush=True)
 
 
-def form_group_by_torch(name: str, odd: bool) -> None:
-    cut = name in ("partition", "cut-off")
-    dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT_S) if cut else None)
-
-
-def form_group_by_hf_osdp(name: str, odd: bool) -> None:
-    if name == "versions" and odd:
-        import transformers
-
-        transformers.__version__ = "5.0.0"
-    from hf_osdp.sharding.environment import form_process_group
-
+def form_group(name: str, mode: str, odd: bool) -> None:
     if name in ("partition", "cut-off"):  # a script may set this itself
         dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT_S))
-    form_process_group(needed=True)
+    elif mode == "plain":
+        dist.init_process_group("gloo")
+    if mode == "ours":
+        if name == "versions" and odd:
+            import transformers
+
+            transformers.__version__ = "5.0.0"
+        from hf_osdp.sharding.environment import form_process_group
+
+        form_process_group(needed=True)
 
 
 def train(mode: str, folder: Path, act: Callable[[], object], *, seconds: float) -> None:
@@ -315,22 +294,8 @@ def gather_alone(mode: str) -> None:
     dist.all_gather([torch.ones(2), torch.ones(2)], torch.ones(2))
 
 
-def raise_error(error: Exception) -> None:
-    raise error
-
-
-def show(rows: dict[str, dict[str, str]]) -> None:
-    table = Table(title=f"torch {torch.__version__}, gloo", title_justify="left", show_lines=True)
-    modes = list(dict.fromkeys(key.split()[1] for key in rows))
-    table.add_column("behaviour")
-    for mode in modes:
-        table.add_column(f"{mode}: message")
-        table.add_column("s", justify="right")
-    for name in dict.fromkeys(key.split()[0] for key in rows):
-        found = [rows[f"{name} {mode}"] for mode in modes]
-        cells = [cell for one in found for cell in (escape(one["message"]), one["seconds"])]
-        table.add_row(CASES[name].title, *cells)
-    Console(width=200).print(table)
+def raise_error() -> None:
+    raise KeyError("the reason")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,43 @@
-"""Ranks that are about to train differently stop with one line, the same on each, before the first update."""
+"""Ranks that are about to train differently stop with one line, the same on each, before the first update; so they do
+where a loss diverges, and where the disk of one is full, with the checkpoint before as the last.
+"""
 
 from __future__ import annotations
+
+import resource
+import time
+from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers.modeling_utils
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, get_linear_schedule_with_warmup, set_seed
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    TrainerState,
+    TrainingArguments,
+    get_linear_schedule_with_warmup,
+    set_seed,
+)
 
 from hf_osdp import OptimalShardedDataParallel, OSDPAccelerator, OSDPConfig, Trainer, preset
+from hf_osdp.checkpoint.resume import last_checkpoint
 from hf_osdp.distributed.consensus import require_same_run
 from hf_osdp.errors import CheckpointError, OSDPError, PlanMismatchError
 from hf_osdp.modeling.identity import dataset_text
 from tests.helpers.distributed import run_ranks
 
 LENGTH, ROWS = 8, 16
+OF_ARGUMENTS = {"learning_rate": 2e-2, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "adam_beta2": 0.9}
+OF_MODELS = {"n_head": 4, "activation_function": "relu", "attn_pdrop": 0.2}
+OF_TRAINERS = {
+    "model.safetensors": 0, "pytorch_model_fsdp.bin": 0, "optimizer.bin": 0, "scheduler.pt": 0, "rng_state_1.pth": 1,
+    "trainer_state.json": 0,
+}  # fmt: skip
+"""Files of the Trainer's checkpoint of whole states, and which rank cannot write them."""
+OF_LOOPS = {"scheduler.bin": 0, "random_states_1.pkl": 1, "random_states_0.pkl": 0}
 
 
 def model(**changes: object) -> GPT2LMHeadModel:
@@ -32,16 +55,25 @@ def config(**more: object) -> OSDPConfig:
     return OSDPConfig(hardware=preset("cpu", devices_per_node=2), **more)
 
 
-def trainer(folder: str, data: object = None, **options: object) -> Trainer:
+def trainer(folder: str, data: object = None, kind: type = Trainer, **options: object) -> Trainer:
     arguments = TrainingArguments(
-        folder, per_device_train_batch_size=2, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no",
-        **{"max_steps": 1, "learning_rate": 1e-2, **options},
+        folder, per_device_train_batch_size=2, use_cpu=True, report_to="none", disable_tqdm=True,
+        **{"max_steps": 1, "learning_rate": 1e-2, "save_strategy": "no", **options},
     )  # fmt: skip
-    return Trainer(model=model(), args=arguments, train_dataset=rows() if data is None else data, osdp=config())
+    return kind(model=model(), args=arguments, train_dataset=data or rows(), osdp=config())
 
 
-OF_ARGUMENTS = {"learning_rate": 2e-2, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "adam_beta2": 0.9}
-OF_MODELS = {"n_head": 4, "activation_function": "relu", "attn_pdrop": 0.2}
+def accelerated(rate: float = 1e-2, warmup: int = 1, data: object = None) -> OSDPAccelerator:
+    accelerator, one = OSDPAccelerator(cpu=True, osdp=config(sequence_length=LENGTH)), model()
+    optimizer = torch.optim.AdamW(one.parameters(), lr=rate)
+    schedule = get_linear_schedule_with_warmup(optimizer, warmup, 9)
+    accelerator.prepare(one, optimizer, DataLoader(data or rows(), batch_size=2), schedule)
+    return accelerator
+
+
+def plain(**options: float) -> tuple[OptimalShardedDataParallel, torch.optim.Optimizer]:
+    sharded = OptimalShardedDataParallel(model(), config(sequence_length=LENGTH, global_batch_size=4))
+    return sharded, torch.optim.SGD(sharded.parameters(), **{"lr": 0.1, **options})
 
 
 def said_by(act) -> str:
@@ -88,16 +120,8 @@ def of_loops(folder: str) -> list[str]:
     """Of loops on Accelerate and of plain ones, the last of each kind alike."""
     odd = dist.get_rank() == 1
 
-    def accelerated(rate: float = 1e-2, warmup: int = 1, data: object = None) -> None:
-        accelerator = OSDPAccelerator(cpu=True, osdp=config(sequence_length=LENGTH))
-        one = model()
-        optimizer = torch.optim.AdamW(one.parameters(), lr=rate)
-        schedule = get_linear_schedule_with_warmup(optimizer, warmup, 9)
-        accelerator.prepare(one, optimizer, DataLoader(data or rows(), batch_size=2), schedule)
-
-    def plain(**options: float) -> None:
-        sharded = OptimalShardedDataParallel(model(), config(sequence_length=LENGTH, global_batch_size=4))
-        optimizer = torch.optim.SGD(sharded.parameters(), **{"lr": 0.1, **options})
+    def stepped(**options: float) -> None:
+        sharded, optimizer = plain(**options)
         ids = torch.stack([row["input_ids"] for row in rows(2)])
         with sharded.micro_step():
             sharded(input_ids=ids, labels=ids).loss.backward()
@@ -114,9 +138,9 @@ def of_loops(folder: str) -> list[str]:
         said_by(lambda: accelerated(warmup=2 if odd else 1)),
         said_by(lambda: accelerated(data=rows(ROWS // 2) if odd else None)),
         said_by(lambda: accelerated(data=Stream())),
-        said_by(lambda: plain(lr=0.2 if odd else 0.1)),
-        said_by(lambda: plain(momentum=0.9 if odd else 0.0)),
-        said_by(plain),
+        said_by(lambda: stepped(lr=0.2 if odd else 0.1)),
+        said_by(lambda: stepped(momentum=0.9 if odd else 0.0)),
+        said_by(stepped),
     ]
 
 
@@ -128,14 +152,10 @@ def of_diverged(folder: str) -> list[str]:
             loss = super().compute_loss(*args, **kwargs)
             return loss * float("nan") if self.args.process_index and self.state.global_step == 1 else loss
 
-    arguments = TrainingArguments(
-        f"{folder}/trainer", per_device_train_batch_size=2, use_cpu=True, report_to="none", disable_tqdm=True,
-        max_steps=3, save_steps=1, save_total_limit=1, max_grad_norm=0,
-    )  # fmt: skip
+    saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
     with pytest.raises(CheckpointError) as of_trainer:
-        Diverging(model=model(), args=arguments, train_dataset=rows(), osdp=config()).train()
-    sharded = OptimalShardedDataParallel(model(), config(sequence_length=LENGTH, global_batch_size=4))
-    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+        trainer(f"{folder}/trainer", kind=Diverging, max_steps=3, max_grad_norm=0, **saves).train()
+    sharded, optimizer = plain()
     sharded.save_checkpoint(f"{folder}/plain/checkpoint-1", optimizer)
     if dist.get_rank():
         next(sharded.parameters()).data.to_local().fill_(float("inf"))
@@ -144,8 +164,65 @@ def of_diverged(folder: str) -> list[str]:
     return [str(of_trainer.value), str(of_loop.value)]
 
 
+@contextmanager
+def full(name: str):
+    """The disk is full when a file of this name is written."""
+    with pytest.MonkeyPatch.context() as patched:
+
+        def refuse_in(owner: object, writer: str, argument: int) -> None:
+            write = getattr(owner, writer)
+
+            def writing(*args, **kwargs):
+                if name in str(args[argument]):
+                    raise OSError(28, "No space left on device")
+                return write(*args, **kwargs)
+
+            patched.setattr(owner, writer, writing)
+
+        refuse_in(torch, "save", 1)
+        refuse_in(TrainerState, "save_to_json", 1)
+        refuse_in(transformers.modeling_utils, "safe_save_file", 1)
+        yield
+
+
+def said_when_full(save, files: dict[str, int]) -> list[str]:
+    """The line of each file that cannot be written, which comes at once."""
+    said = []
+    for name, of in files.items():
+        began = time.monotonic()
+        with full(name if dist.get_rank() == of else "no such file"), pytest.raises(CheckpointError) as raised:
+            save()
+        assert time.monotonic() - began < 10
+        said.append(str(raised.value))
+    return said
+
+
+def of_full_disks(folder: str) -> list[str]:
+    """In a Trainer and a loop on Accelerate."""
+    one = trainer(f"{folder}/trainer", fsdp_config={"state_dict_type": "FULL_STATE_DICT"})
+    one.train()
+
+    def save() -> None:
+        one._save_checkpoint(one.model, None)
+
+    save()
+    one.state.global_step = 2
+    said = said_when_full(save, OF_TRAINERS)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size in (100, 20_000):  # as the writers of torch and safetensors fail
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size if dist.get_rank() == 0 else soft, hard))
+        with pytest.raises(CheckpointError) as raised:
+            save()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        said.append(str(raised.value))
+    save()  # there is room again
+    loop = accelerated()
+    loop.save_state(f"{folder}/loop/checkpoint-1")
+    return said + said_when_full(lambda: loop.save_state(f"{folder}/loop/checkpoint-2"), OF_LOOPS)
+
+
 def all_of_it(folder: str) -> dict[str, object]:
-    acts = (of_trainers, of_half_the_rows, of_loops, of_diverged)
+    acts = (of_trainers, of_half_the_rows, of_loops, of_diverged, of_full_disks)
     return {act.__name__: act(f"{folder}/{act.__name__}") for act in acts}
 
 
@@ -185,6 +262,16 @@ def test_weights_that_are_not_finite_do_not_replace_a_checkpoint(ran):
         assert "that are not finite, so checkpoint-2 is not written: training has diverged" in line
     for kind in ("trainer", "plain"):
         assert [path.name for path in (folder / "of_diverged" / kind).glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_full_disk_is_said_in_one_line_on_every_rank(ran):
+    folder, said = ran[0] / "of_full_disks", ran[1]["of_full_disks"]
+    for line, of in zip(said, [*OF_TRAINERS.values(), 0, 0, *OF_LOOPS.values()], strict=True):
+        assert line.startswith(f"The checkpoint could not be written on rank {of} ("), line
+        assert line.endswith("; the previous checkpoint is the last.") and line.isprintable()
+    assert last_checkpoint(folder / "trainer").name == "checkpoint-2"
+    assert sorted(path.name for path in (folder / "trainer" / ".partial").iterdir()) == ["lock", "training.json"]
+    assert [path.name for path in (folder / "loop").glob("checkpoint-*")] == ["checkpoint-1"]
 
 
 def test_rows_of_any_kind_are_compared_by_content():

@@ -27,9 +27,8 @@ def serve(path: str) -> None:
     import torch.distributed.tensor  # noqa: F401
 
     found = [phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.shrink]
-    hypothesis.settings.register_profile(
-        "mutants", phases=found, report_multiple_bugs=False
-    )  # one example that fails is enough
+    # one example that fails is enough
+    hypothesis.settings.register_profile("mutants", phases=found, report_multiple_bugs=False)
     hypothesis.settings.load_profile("mutants")
     if os.path.exists(path):
         os.unlink(path)

@@ -1,6 +1,6 @@
 """Describe, plan and train a small model of every model type that transformers' Auto classes know.
 
-    python -m tests.zoo [--only CLASS ...] [--part I/N] [--minutes M] --out FILE
+    python -m tests.zoo [--only CLASS ...] --out FILE
     python -m tests.zoo --csv docs/data/zoo.csv --markdown docs/models.md FILE ...
 
 The types are those of the Auto mappings for causal, masked and sequence-to-sequence language models, pictures with text, image
@@ -14,19 +14,16 @@ a type that the rule cannot shrink is listed so. Each model goes through four st
    recomputed and on the host in turn, but for those whose forward changes buffers.
 
 Rank 1 does the first stage while rank 0 does the second and third. Results are appended to a file as they come, and a further run with the
-same file goes on, in the order of a hash of the names, so that a part is a fair sample. The exit code is 1 if a model trains unequal.
+same file goes on. The exit code is 1 if a model trains unequal.
 """  # noqa: E501
 
 from __future__ import annotations
 
 import argparse
 import csv
-import hashlib
 import json
-import math
 import re
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
@@ -35,21 +32,8 @@ from pathlib import Path
 from hf_osdp.versions import package_versions
 from tests.helpers.distributed import RankFailure, run_ranks
 
-from .ranks import (
-    EQUAL,
-    NOT_MADE,
-    OUTCOMES,
-    PLANNED,
-    REFUSED,
-    SECONDS,
-    STOCK,
-    TOLERANCE,
-    UNEQUAL,
-    Row,
-    append,
-    line_of,
-    try_all,
-)  # fmt: skip
+from . import ranks
+from .ranks import OUTCOMES, Row, append, line_of, try_all
 
 TASKS = {
     "causal": "CAUSAL_LM", "masked": "MASKED_LM", "seq2seq": "SEQ_TO_SEQ_CAUSAL_LM",
@@ -106,16 +90,18 @@ def markdown(rows: Sequence[Row]) -> str:
     return PAGE.read_text(encoding="utf-8").format(
         table="\n".join(f"| {' | '.join(line)} |" for line in lines),
         tried=len(rows), all=len(types()), described=sum(row.is_described for row in rows),
-        worst=f"{max((row.difference for row in listed[EQUAL] if row.difference), default=0.0):.0e}",
-        tolerance=f"{TOLERANCE:.0e}",
-        unequal=_named(listed[UNEQUAL]), refused=_named(listed[REFUSED]), untrained=_named(listed[PLANNED]),
-        made=_counted(listed[NOT_MADE]), stock=_counted(listed[STOCK]),
+        worst=f"{max((row.difference for row in listed[ranks.EQUAL] if row.difference), default=0.0):.0e}",
+        tolerance=f"{ranks.TOLERANCE:.0e}",
+        unequal=_named(listed[ranks.UNEQUAL]), refused=_named(listed[ranks.REFUSED]),
+        untrained=_named(listed[ranks.PLANNED]), made=_counted(listed[ranks.NOT_MADE]),
+        stock=_counted(listed[ranks.STOCK]),
         versions=", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "accelerate")),
     )  # fmt: skip
 
 
 def _named(rows: Sequence[Row]) -> str:
-    return "\n".join(f"- {row.name}: {_short(row.reason or row.described)}" for row in rows) or "None."
+    reasons = ((row.name, re.sub(r"[<>|*_`]", " ", row.reason or row.described)[:120].strip()) for row in rows)
+    return "\n".join(f"- {name}: {reason}" for name, reason in reasons) or "None."
 
 
 _KINDS = {
@@ -125,32 +111,28 @@ _KINDS = {
     r"differ by": "stock results differ as much by the weights' last bit",
     r"not finite|are zero": "losses or gradients are not finite, or zero",
     r"no batch": "no batch of the rule suits the class",
-    r"longer than": f"longer than {SECONDS} s",
+    r"longer than": f"longer than {ranks.SECONDS} s",
 }
 """Patterns of reasons → kinds, the first that is found counts."""
-_OTHER = "other sizes do not fit"
 
 
 def _counted(rows: Sequence[Row]) -> str:
-    kinds = Counter(
-        next((kind for pattern, kind in _KINDS.items() if re.search(pattern, f"{row.stock} {row.reason}")), _OTHER)
-        for row in rows
-    )
+    def kind_of(row: Row) -> str:
+        found = (kind for pattern, kind in _KINDS.items() if re.search(pattern, f"{row.stock} {row.reason}"))
+        return next(found, "other sizes do not fit")
+
+    kinds = Counter(map(kind_of, rows))
     return "\n".join(f"- {kind} ({number})" for kind, number in kinds.items()) or "None."
 
 
-def _short(reason: str) -> str:
-    return re.sub(r"[<>|*_`]", " ", reason)[:120].strip()
-
-
-def run(rows: Sequence[Row], out: Path, seconds: float) -> None:
+def run(rows: Sequence[Row], out: Path) -> None:
     """Try models on two ranks; where the ranks fail, the model that they were at is reported, and new ones go on."""
-    end, left = time.monotonic() + seconds, list(rows)
-    while left and time.monotonic() < end:
+    left = list(rows)
+    while left:
         part, before = left[:20], {row.name for row in read([out])}
         problem = ""
         try:
-            run_ranks(try_all, 2, part, str(out), timeout_s=60 + 5 * SECONDS * len(part))
+            run_ranks(try_all, 2, part, str(out), timeout_s=60 + 5 * ranks.SECONDS * len(part))
         except RankFailure as error:  # a rank that raises has appended the row
             problem = line_of(error) if error.error_type in ("died", "timeout") else ""
         done = {row.name for row in read([out])} - before
@@ -165,13 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="results, for --csv and --markdown")
     parser.add_argument("--only", nargs="+", metavar="CLASS", help="classes to try; default: all")
-    parser.add_argument("--part", metavar="I/N", default="1/1", help="try only the I-th of N parts")
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, metavar="M", help="stop after the ranks' next pause"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="append rows here; classes already there are left out"
-    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="append rows here; not those that are there")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write all rows as a table")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page of the documentation")
     options = parser.parse_args(arguments)
@@ -181,13 +157,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.out is None:
         parser.error("give --out FILE, to which results are appended")
     known, done = types(), {row.name for row in read([options.out])}
-    part, parts = map(int, options.part.split("/"))
-    names = sorted(options.only or known, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
-    names = names[part - 1 :: parts]
-    run([known[name] for name in names if name not in done], options.out, 60 * options.minutes)
+    run([known[name] for name in options.only or known if name not in done], options.out)
     rows = read([options.out])
     print(dict(Counter(row.outcome for row in rows)))
-    return int(any(row.outcome == UNEQUAL for row in rows))
+    return int(any(row.outcome == ranks.UNEQUAL for row in rows))
 
 
 if __name__ == "__main__":

@@ -119,9 +119,8 @@ def _tried(row: Row, meshes: Meshes, out: Path) -> Row:
         others = [each for each in _exchanged(again)[1] if isinstance(each, Trained)]
         by_rounding = max((_difference(each, reference) for each in others), default=0.0)
         if dist.get_rank() == 0 and (row.difference or 0.0) <= 10 * by_rounding:
-            row = replace(
-                row, stock=f"results differ by {by_rounding:.0e} with the weights' last bit", difference=None
-            )
+            same = f"results differ by {by_rounding:.0e} with the weights' last bit"
+            row = replace(row, stock=same, difference=None)
     return row
 
 
@@ -213,9 +212,8 @@ def _changing(model: nn.Module, batch: Mapping[str, Any]) -> list[nn.Module]:
 
 
 def _by_plan(model: nn.Module, row: Row, batches: Mapping[str, Any], meshes: Meshes) -> Trained:
-    in_step = (
-        set(re.findall(r"whole step: (.*?)(?:;|$)", row.planned)[0].split()) if "whole step" in row.planned else set()
-    )
+    found = re.search(r"whole step: (.*?)(?:;|$)", row.planned)
+    in_step = set(found[1].split()) if found else set()
     units = tuple(replace(unit, span=GatherSpan.STEP) if unit.fqn in in_step else unit for unit in find_units(model))
     with InDouble():
         changing = set(_changing(model, _batch_of(batches, 0, dist.get_rank(), dist.get_world_size())))
@@ -225,10 +223,9 @@ def _by_plan(model: nn.Module, row: Row, batches: Mapping[str, Any], meshes: Mes
     verify_applied(model, plan, units)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     step_by_device(optimizer, host_parameters(model))
+    options = {"loss_of": _loss, "batch_of": partial(_batch_of, batches), "steps": STEPS, "optimizer": optimizer}
     with InDouble():
-        return train_model(
-            model, plan, loss_of=_loss, batch_of=partial(_batch_of, batches), steps=STEPS, optimizer=optimizer
-        )
+        return train_model(model, plan, **options)
 
 
 def _recomputed(decision: UnitDecision, model: nn.Module, changing: set[nn.Module]) -> UnitDecision:
@@ -258,19 +255,18 @@ def _described(model: nn.Module) -> ModelDescription:
     """Describe a model by its own batch, in samples long enough for pictures."""
     length = WAVE if getattr(model, "main_input_name", "") == "input_values" else TOKENS
     options: dict[str, Any] = {"device_type": "cuda", "recomputation": False}  # which takes five times as long
-    for dtype in (DType.BFLOAT16, None):
+    dtype: DType | None = DType.BFLOAT16
+    while True:
         try:
-            try:
-                return describe(model, sequence_length=length, compute_dtype=dtype, **options)
-            except DescriptionError as error:
-                if (needed := re.search(r"no room for .* use at least (\d+)", str(error))) is None:
-                    raise
-                length = int(needed[1])
-                return describe(model, sequence_length=length, compute_dtype=dtype, **options)
+            return describe(model, sequence_length=length, compute_dtype=dtype, **options)
         except DescriptionError as error:
-            if dtype is None or "bfloat16" not in str(error):
+            needed = re.search(r"no room for .* use at least (\d+)", str(error))
+            if needed and length < int(needed[1]):
+                length = int(needed[1])
+            elif dtype is not None and "bfloat16" in str(error):
+                dtype = None
+            else:
                 raise
-    raise AssertionError
 
 
 def _planned(description: ModelDescription) -> str:
@@ -282,17 +278,11 @@ def _planned(description: ModelDescription) -> str:
     )  # fmt: skip
     limit = (least_memory(problem) + least_memory(replace(problem, strategy="ddp"))) // 2
     plan = search(replace(problem, memory_limit_bytes=limit)).plan
-    layouts = Counter((unit.shard_size, unit.reshard_after_forward) for unit in plan.units)
-    text = ", ".join(
-        f"{number} {'replicated' if size == 1 else 'freed' if frees else 'kept'}"
-        for (size, frees), number in layouts.most_common()
-    )
-    step = [
-        unit.fqn
-        for unit in description.units
-        if unit.span is GatherSpan.STEP and unit.fqn and "+" not in unit.fqn and not unit.keeps_dtype
-    ]
-    return f"{text}; whole step: {' '.join(step)}" if step else text
+    kinds = ("replicated" if u.shard_size == 1 else "freed" if u.reshard_after_forward else "kept" for u in plan.units)
+    text = ", ".join(f"{number} {kind}" for kind, number in Counter(kinds).most_common())
+    whole = (unit for unit in description.units if unit.span is GatherSpan.STEP and not unit.keeps_dtype)
+    step = " ".join(unit.fqn for unit in whole if unit.fqn and "+" not in unit.fqn)
+    return f"{text}; whole step: {step}" if step else text
 
 
 @contextmanager

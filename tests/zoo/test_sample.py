@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from tests.helpers.distributed import run_ranks
+from tests.helpers.sampling import slow_but
 
 from .__main__ import read, types
 from .ranks import EQUAL, Row, try_all
@@ -16,14 +17,13 @@ from .ranks import EQUAL, Row, try_all
 DAILY = ("DetrForObjectDetection",)
 """What the other tests of architectures do not have: pictures, boxes."""
 SAMPLE = (
-    *DAILY, "Qwen3VLForConditionalGeneration", "Gemma3ForConditionalGeneration",
-    "LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration",
-    "InternVLForConditionalGeneration",
-    "Idefics3ForConditionalGeneration", "PaliGemmaForConditionalGeneration", "Mistral3ForConditionalGeneration",
-    "Llama4ForConditionalGeneration", "DeformableDetrForObjectDetection", "RTDetrV2ForObjectDetection",
-    "SegformerForSemanticSegmentation", "CLIPForImageClassification", "SiglipForImageClassification",
-    "Wav2Vec2ForCTC", "Speech2TextForConditionalGeneration", "JetMoeForCausalLM",
-    "SwitchTransformersForConditionalGeneration", "MiniMaxForCausalLM",
+    *DAILY, "Qwen3VLForConditionalGeneration", "Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration", "InternVLForConditionalGeneration", "Idefics3ForConditionalGeneration",
+    "PaliGemmaForConditionalGeneration", "Mistral3ForConditionalGeneration", "Llama4ForConditionalGeneration",
+    "DeformableDetrForObjectDetection", "RTDetrV2ForObjectDetection", "SegformerForSemanticSegmentation",
+    "CLIPForImageClassification", "SiglipForImageClassification", "Wav2Vec2ForCTC",
+    "Speech2TextForConditionalGeneration", "JetMoeForCausalLM", "SwitchTransformersForConditionalGeneration",
+    "MiniMaxForCausalLM",
 )  # fmt: skip
 
 
@@ -35,9 +35,7 @@ def results(daily: bool) -> dict[str, Row]:
         return {row.name: row for row in read([Path(folder) / "rows.jsonl"])}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.slow) for name in SAMPLE]
-)
+@pytest.mark.parametrize("name", slow_but(SAMPLE, daily=DAILY))
 def test_small_model_is_described_and_trains_as_in_one_process(name):
     if name not in types():
         pytest.skip(f"This version of transformers has no {name}.")

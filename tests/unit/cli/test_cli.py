@@ -1,4 +1,4 @@
-"""`hf-osdp` on a tiny GPT-2 says what the planner's functions say; wrong input: tests/faults/bad_commands.py."""
+"""`hf-osdp` on a tiny GPT-2 says what the planner's functions say; wrong input: tests/faults/bad_inputs.py."""
 
 from __future__ import annotations
 
