@@ -29,19 +29,13 @@ PLAN = search(problem(MODEL, HARDWARE, JOB, LIMIT)).plan
 INPUTS = PlanInputs(description=MODEL, job=JOB, hardware=HARDWARE)
 
 
-def report(*, hardware=HARDWARE, compared: bool = False) -> dict:
-    comparison = list(compare_strategies(problem(MODEL, HARDWARE, JOB, LIMIT))) if compared else None
-    inputs = replace(INPUTS, hardware=hardware)
-    return report_content(PLAN, inputs, planning_s=0.125, comparison=comparison)
-
-
 @pytest.mark.parametrize("hardware", [HARDWARE, None], ids=["hardware", "none"])
 def test_plan_and_inputs_are_read_back_equal(tmp_path, hardware):
     inputs = replace(INPUTS, hardware=hardware)
     write_json(plan_file_content(PLAN, inputs), tmp_path / "plan.json")
     assert read_plan_file(tmp_path / "plan.json") == (PLAN, inputs)
     assert Plan.load(tmp_path / "plan.json") == PLAN
-    content = report(hardware=hardware)
+    content = report_content(PLAN, inputs, planning_s=0.125)
     assert read_plan_file(write_report(content, tmp_path)) == (PLAN, inputs)
     assert sorted(p.name for p in tmp_path.iterdir()) == [REPORT_FILE, "plan.json"]
     assert json.loads((tmp_path / REPORT_FILE).read_text()) == content
@@ -50,7 +44,8 @@ def test_plan_and_inputs_are_read_back_equal(tmp_path, hardware):
 
 
 def test_report_gives_estimate_and_strategies_in_parts():
-    content = report()
+    compared = list(compare_strategies(problem(MODEL, HARDWARE, JOB, LIMIT)))
+    content = report_content(PLAN, INPUTS, comparison=compared)
     estimated, terms = content["estimated"], content["estimated"]["step_breakdown"]
     peak_bytes = sum(estimated["peak_breakdown"].values())
     assert content["plan"]["peak_bytes"] == estimated["peak_bytes"] == peak_bytes <= LIMIT
@@ -59,7 +54,7 @@ def test_report_gives_estimate_and_strategies_in_parts():
     hardware, rates = content["hardware"], {"group_size": 4, "latency_s": 1e-3, "seconds_per_byte": 1e-9}
     assert hardware["collectives"] == [{"collective": "all_reduce", **rates, "crosses_nodes": False}]
     assert set(content["versions"]) == {"python", "hf_osdp", "torch", "accelerate", "transformers"}
-    rows = report(compared=True)["strategies"]
+    rows = content["strategies"]
     assert [row["strategy"] for row in rows] == ["osdp", "fsdp", "ddp", "zero2", "hsdp"]
     without = [row for row in rows if "reason" in row]
     assert 0 < len(without) < 5
