@@ -80,12 +80,6 @@ def test_wrong_configuration_is_refused_without_its_path_and_names_are_not_run(t
     assert "&lt;script&gt;alert(1)&lt;/script&gt;[b]" in _html("<script>alert(1)</script>[b]")
 
 
-def test_built_in_shape_is_announced(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    *_, last = answers("openai-community/gpt2", None)
-    assert "using the built-in shape of openai-community/gpt2" in " ".join(last[0].split())
-
-
 def test_app_without_its_extra_says_what_to_install(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("hf_osdp.cli.browser")]:
         monkeypatch.delitem(sys.modules, name)

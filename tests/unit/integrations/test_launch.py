@@ -19,27 +19,13 @@ from hf_osdp.preparation.config import OSDPConfig, merged_config
 FILES = sorted((Path(__file__).parents[3] / "accelerate_configs").glob("*.yaml"))
 
 
-def requested(strategy: str, **more: str) -> LaunchRequest:
+def requested(strategy: str) -> LaunchRequest:
     fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": strategy}
-    return launch_request({**fsdp, **more})
+    return launch_request(fsdp)
 
 
 def test_launch_request_is_empty_without_launcher_and_for_plain_fsdp():
     assert launch_request({}) == requested("FULL_SHARD") == requested("1") == requested("") == LaunchRequest()
-
-
-@pytest.mark.parametrize(
-    ("strategy", "more", "expected"),
-    [
-        ("{'osdp': True, 'report': False}", {}, (True, False, {"report": False})),
-        ("{'osdp': False, 'memory_limit': '1GiB', 'use_cpu': True}", {}, (False, True, {"memory_limit": "1GiB"})),
-        ("{'osdp': False}", {"FSDP_TRANSFORMER_CLS_TO_WRAP": "A,B"}, (False, False, {})),
-        ("{'osdp': True}", {"FSDP_RESHARD_AFTER_FORWARD": "false"}, (True, False, {})),
-    ],
-)
-def test_launch_request_has_the_options_of_the_file(strategy, more, expected):
-    request = requested(strategy, **more)
-    assert (request.osdp, request.use_cpu, dict(request.options)) == expected
 
 
 @pytest.mark.parametrize("strategy", [
