@@ -17,7 +17,7 @@ from tests.helpers.problems import problem
 ROOT = Path(__file__).parents[2]
 RUNS = re.compile(
     r"""^\s*(?:import|from)\s+(?:_?pickle|dill|joblib|marshal|shelve|runpy)\b
-      | ^\s*from\s+(?:torch|yaml|os|pandas)\b[^\n]*\simport\b[^\n]*\b(?:load|system|popen|read_pickle)\b
+      | ^\s*from\s+(?:torch(?:\.serialization)?|yaml|os|pandas)\s+import\b[^\n]*\b(?:load|system|popen|read_pickle)\b
       | \b(?:pickle\.(?:loads?|_?Unpickler)|runpy\.run_path)\b
       | \b(?:read_pickle|torch\.hub\.load|torch\.jit\.load|getoutput|getstatusoutput|os\.system|os\.popen)\b
       | \byaml\.(?:load|load_all|full_load|unsafe_load|Loader|FullLoader|UnsafeLoader)\b
