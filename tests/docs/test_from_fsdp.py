@@ -57,6 +57,8 @@ def test_the_plugin_refuses_what_the_page_says_it_refuses():
             OSDPPlugin(**{name: VALUES.get(name, True)})
     with pytest.raises(ValueError, match="cannot run a plan"):
         OSDPPlugin(fsdp_version=1)
+    with pytest.raises(ValueError, match="not counted in a plan"):
+        OSDPPlugin(activation_checkpointing=True, activation_checkpointing_offload=True)
 
 
 HAVING = {name: row[1] for name, row in NAMED.items() if row[1].startswith(("no effect", "taken"))}
@@ -70,20 +72,19 @@ def test_option_in_the_file_has_the_effect_of_its_row(name, monkeypatch):
     assert ((fields_of(changed), changed.osdp) == (fields_of(plain), plain.osdp)) == (HAVING[name] == "no effect")
 
 
-def test_checkpointing_with_offload_is_refused_from_file_and_plugin(monkeypatch):
-    with pytest.raises(ValueError, match="not counted in a plan"):
-        OSDPPlugin(activation_checkpointing=True, activation_checkpointing_offload=True)
-    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
-    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "true")
-    with pytest.raises(ValueError, match="not counted in a plan"):
-        OSDPPlugin()
+OFFLOAD = {"ACTIVATION_CHECKPOINTING": "true", "ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "remedy"),
-    [("RESHARD_AFTER_FORWARD", "false", "strategy: zero2"), ("TRANSFORMER_CLS_TO_WRAP", "A", "block_classes")],
+    ("file", "remedy"),
+    [
+        ({"RESHARD_AFTER_FORWARD": "false"}, "strategy: zero2"),
+        ({"TRANSFORMER_CLS_TO_WRAP": "A"}, "block_classes"),
+        (OFFLOAD, "not counted in a plan"),
+    ],
 )
-def test_what_the_plan_decides_is_refused_in_the_file(monkeypatch, variable, value, remedy):
-    monkeypatch.setenv(f"FSDP_{variable}", value)
+def test_what_cannot_be_planned_is_refused_in_the_file(monkeypatch, file, remedy):
+    for name, value in file.items():
+        monkeypatch.setenv(f"FSDP_{name}", value)
     with pytest.raises(ValueError, match=remedy):
         OSDPPlugin()

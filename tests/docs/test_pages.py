@@ -23,7 +23,6 @@ from .pages import DOCS, ROOT, page
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
 ELSEWHERE = "README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md recipes/README.md recipes/bert_large/README.md".split()
 TEXTS = (*(f"docs/{name}" for name in PAGES), *ELSEWHERE)
-EQUATION_PAGES = ("planner.md",)
 EQUATION = re.compile(r"^### (?P<title>.+)\n(?P<body>(?:(?!^#).*\n)*)", re.MULTILINE)
 FIELD = re.compile(r"^:(?P<name>Computed|Checked) by: (?P<value>.*(?:\n  .*)*)", re.MULTILINE)
 FENCE = re.compile(r"^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -35,12 +34,16 @@ def text(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def equations() -> dict[str, dict[str, list[str]]]:
-    found = {}
-    for section in (section for name in EQUATION_PAGES for section in EQUATION.finditer(page(name))):
-        fields = FIELD.finditer(section["body"])
-        found[section["title"]] = {field["name"]: re.findall(r"`([^`]+)`", field["value"]) for field in fields}
-    return found
+def code(language: str) -> list[str]:
+    return [block["code"] for name in TEXTS for block in FENCE.finditer(text(name)) if block["language"] == language]
+
+
+EQUATIONS = {
+    section["title"]: {
+        field["name"]: re.findall(r"`([^`]+)`", field["value"]) for field in FIELD.finditer(section["body"])
+    }
+    for section in EQUATION.finditer(page("planner.md"))
+}
 
 
 def named(path: str) -> object:
@@ -61,10 +64,10 @@ def names_in(path: str) -> frozenset[str]:
     return frozenset(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
-@pytest.mark.parametrize("title", equations())
+@pytest.mark.parametrize("title", EQUATIONS)
 def test_every_equation_has_a_function_and_a_test(title):
-    computed, checked = (equations()[title][field] for field in ("Computed", "Checked"))
-    assert computed and checked and len(equations()) > 25
+    computed, checked = (EQUATIONS[title][field] for field in ("Computed", "Checked"))
+    assert computed and checked and len(EQUATIONS) > 25
     for name in computed:
         assert named(name).__doc__, name
     for name in checked:
@@ -85,24 +88,19 @@ def test_files_and_links_of_a_page_lead_somewhere(name):
 
 
 def test_python_on_pages_imports_what_there_is():
-    blocks = [block["code"] for name in TEXTS for block in FENCE.finditer(text(name)) if block["language"] == "python"]
-    nodes = [node for code in blocks for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
-    for node in nodes:
-        if (node.module or "").startswith("hf_osdp"):
+    for node in (node for block in code("python") for node in ast.walk(ast.parse(block))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_osdp"):
             module = importlib.import_module(node.module)
             assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
 
 
-def commands() -> list[str]:
-    blocks = (block["code"] for name in TEXTS for block in FENCE.finditer(text(name)) if block["language"] == "bash")
-    return [line for block in blocks for line in block.splitlines() if "hf-osdp " in line or "-m hf_osdp " in line]
-
-
 def test_commands_on_the_pages_are_understood():
     group = typer.main.get_command(app)
-    assert len(commands()) > 5
-    for line in commands():
-        name, *arguments = shlex.split(line.split("-m hf_osdp " if "-m hf_osdp " in line else "hf-osdp ", 1)[1])
+    lines = (line for block in code("bash") for line in block.splitlines())
+    commands = [parts[1] for line in lines if len(parts := re.split(r"hf-osdp |-m hf_osdp ", line, maxsplit=1)) > 1]
+    assert len(commands) > 5
+    for command in commands:
+        name, *arguments = shlex.split(command)
         group.commands[name].make_context(name, arguments)  # refuses unknown options and values
 
 
@@ -128,10 +126,8 @@ def anchors(path: Path) -> set[str]:
 
 PLANNING = re.compile(r"hf-osdp (plan|explain|compare) ")
 BLOCKS = [
-    [line.strip() for line in re.sub(r"\\\n\s*", " ", block["code"]).splitlines() if PLANNING.match(line.strip())]
-    for name in TEXTS
-    for block in FENCE.finditer(text(name))
-    if block["language"] == "bash"
+    [line.strip() for line in re.sub(r"\\\n\s*", " ", block).splitlines() if PLANNING.match(line.strip())]
+    for block in code("bash")
 ]
 HEADS = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 64}
 SHAPE = {"model_type": "llama", **HEADS, "intermediate_size": 128, "vocab_size": 300, "max_position_embeddings": 8192}

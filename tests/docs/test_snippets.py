@@ -57,15 +57,10 @@ def test_a_loop_goes_on_where_it_was_interrupted(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_loop_on_accelerate(tmp_path):
-    assert "Estimated and measured" in on_two_ranks("with_accelerator", tmp_path)
-    assert saved_tensors(tmp_path / "runs/with_accelerator") > 20
-
-
-@pytest.mark.slow
-def test_the_plain_loop(tmp_path):
-    on_two_ranks("plain_loop", tmp_path)
-    assert saved_tensors(tmp_path / "runs/plain_loop") > 20
+@pytest.mark.parametrize(("name", "said"), [("with_accelerator", "Estimated and measured"), ("plain_loop", "")])
+def test_loops_train_and_save(tmp_path, name, said):
+    assert said in on_two_ranks(name, tmp_path)
+    assert saved_tensors(tmp_path / "runs" / name) > 20
 
 
 @pytest.mark.slow

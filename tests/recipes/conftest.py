@@ -1,4 +1,4 @@
-"""Run recipes as a person does, in processes of their own, or one after the other in one group of gloo ranks."""
+"""Run recipes one after the other in one group of gloo ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import re
-import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -20,10 +19,8 @@ from transformers.integrations import is_tensorboard_available
 
 from tests.helpers.distributed import run_ranks
 from tests.helpers.hardware import take_preset
-from tests.helpers.output import ends_of
 
-ROOT = Path(__file__).parents[2]
-RECIPES = ROOT / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 GPT2 = "n_layer=2,n_head=2,n_embd=32,n_positions=32,resid_pdrop=0.0,embd_pdrop=0.0,attn_pdrop=0.0"
 BERT = (
     "num_hidden_layers=2,num_attention_heads=2,hidden_size=32,intermediate_size=64,max_position_embeddings=32,"
@@ -65,27 +62,10 @@ class Recipe:
         given = {"output_dir": self.folder / output, **changes}
         return self.script, self.command(*positional, **given)
 
-    def launch(self, launcher: str, *positional: str, fails: bool = False, **changes: object) -> str:
-        """Start two processes by a launcher's module: what they printed, stderr if they must fail."""
-        command = [sys.executable, "-m", *launcher.split(), *self.command(*positional, **changes)]
-        environment = {
-            **os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
-            "HF_DATASETS_CACHE": str(self.folder / "cache"), "CUDA_VISIBLE_DEVICES": "",
-        }  # fmt: skip
-        options = {"capture_output": True, "text": True, "timeout": 200, "check": False}
-        done = subprocess.run(command, cwd=self.folder, env=environment, **options)
-        assert (done.returncode != 0) == fails, ends_of(done.stderr)
-        return done.stderr if fails else done.stdout
 
-
-ACCELERATE = f"accelerate.commands.accelerate_cli launch --config_file {ROOT / 'accelerate_configs' / 'osdp_cpu.yaml'}"
-TORCHRUN = "torch.distributed.run --standalone --nproc-per-node 2"
-
-
-def run_together(folder: Path, runs: list[Run], *, processes: int = 2, nodes: int = 1) -> list[str]:
-    """Run each to its end, with caches in `folder`: what rank 0 printed in each."""
-    caches = {"HF_DATASETS_CACHE": str(folder / "cache")}
-    return run_ranks(run_each, processes, runs, nodes=nodes, env=caches, timeout_s=200.0)[0]
+def run_together(folder: Path, runs: list[Run]) -> list[str]:
+    """Run each on two ranks to its end, with caches in `folder`: what rank 0 printed in each."""
+    return run_ranks(run_each, 2, runs, env={"HF_DATASETS_CACHE": str(folder / "cache")}, timeout_s=200.0)[0]
 
 
 def run_each(runs: list[Run]) -> list[str]:

@@ -6,10 +6,8 @@ import base64
 import json
 import os
 import re
-import time
 
 import nbformat
-import psutil
 import pytest
 from nbclient import NotebookClient
 from nbformat import NotebookNode
@@ -24,7 +22,6 @@ TINY = {
     "SAMPLES": 128, "EPOCHS": 2, "BATCH": 8, "LIMIT": 3 * 2**20, "LARGE": SIZES, "LARGE_LENGTH": 64,
     "LARGE_BATCH": 16, "LARGE_LIMIT": 1800 * 2**20,
 }  # fmt: skip
-MARK = "OSDP_TEST_NOTEBOOK"
 PERPLEXITY = re.compile(
     r"perplexity (before training|after epoch \d+|of the saved model|after one epoch more): ([\d.]+)"
 )
@@ -54,36 +51,17 @@ def check_outputs(notebook: NotebookNode) -> str:
     return "".join(output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs)
 
 
-def processes_with(mark: str) -> list[psutil.Process]:
-    """Processes that have `mark` in their environment and still run."""
-    found = psutil.process_iter(["environ", "status"])  # None for another user's
-    return [
-        p for p in found if (p.info["environ"] or {}).get(MARK) == mark and p.info["status"] != psutil.STATUS_ZOMBIE
-    ]
-
-
 @pytest.mark.slow
-def test_notebook_runs_in_a_kernel_and_leaves_no_process(tmp_path, monkeypatch):
+def test_notebook_runs_in_a_kernel(tmp_path, monkeypatch):
     """Two gloo ranks are forked twice, with a user's environment; what they train, save and report is there."""
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
-    limits = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM")
-    environment = {name: value for name, value in os.environ.items() if name not in limits}
-    environment |= {
-        MARK: str(tmp_path), "IPYTHONDIR": str(tmp_path), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.delenv(name, raising=False)
+    environment = {**os.environ, "IPYTHONDIR": str(tmp_path), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     folder = tmp_path / "out"
     notebook = with_values(nbformat.read(NOTEBOOK, as_version=4), {**TINY, "FOLDER": str(folder)})
     client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(NOTEBOOK.parent)}})
-    try:
-        client.execute(env=environment)
-        end = time.monotonic() + 10
-        while processes_with(str(tmp_path)) and time.monotonic() < end:
-            time.sleep(0.1)
-        assert not processes_with(str(tmp_path))
-    finally:
-        for process in processes_with(str(tmp_path)):
-            process.kill()
-
+    client.execute(env=environment)
     text = check_outputs(notebook)
     assert text.count("OSDP plan") == 2 and text.count("Estimated and measured") == 2  # by each training
     perplexity = {when: float(value) for when, value in PERPLEXITY.findall(text)}

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, TrainingArguments
 
 from hf_osdp import OSDPConfig
 from hf_osdp.integrations.arguments import parse_arguments
-from tests.recipes.conftest import ACCELERATE, RECIPES, Recipe, Written, perplexities, run_together
+from tests.recipes.conftest import RECIPES, Recipe, Written, perplexities, run_together
 
 DEMO = str(RECIPES / "gpt2" / "demo.yaml")
 POSITIVE = ("grad_norm", "tokens_per_s", "free_device_memory_bytes")
@@ -45,18 +45,6 @@ def test_two_processes_train_and_save_what_the_stock_trainer_loads(tmp_path):
     assert json.loads((ended.folder / "trainer_state.json").read_text())["global_step"] == 2
     assert torch.load(ended.folder / "training_args.bin", weights_only=False).learning_rate == 1e-3
     assert ended.plan["strategy"] == "ddp"
-
-
-@pytest.mark.slow
-def test_person_launches_the_demo_and_a_limit_that_is_too_low(tmp_path):
-    recipe = Recipe("run_clm", tmp_path)
-    perplexity = perplexities(recipe.launch(ACCELERATE, DEMO, warmup_steps=0))
-    assert perplexity["after"] < 0.7 * perplexity["before"]
-    Written(recipe.output).load()
-    said = recipe.launch(ACCELERATE, fails=True, memory_limit="100KiB", output_dir=tmp_path / "none")
-    lines = [line for line in said.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and "No plan fits 100.0 KiB" in lines[0], said[-3000:]
-    assert not list((tmp_path / "none").iterdir()), "the Trainer makes the folder"
 
 
 @pytest.mark.slow

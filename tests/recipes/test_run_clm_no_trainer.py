@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.recipes.conftest import GPT2, RECIPES, TORCHRUN, Recipe, Written, perplexities, run_together
+from tests.recipes.conftest import GPT2, RECIPES, Recipe, Written, perplexities, run_together
 
 OPTIONS = {
     "config_overrides": GPT2.replace("pdrop=0.0", "pdrop=0.1"), "micro_batch_size": 2, "max_steps": 10,
@@ -72,10 +72,11 @@ def test_two_processes_train_log_save_and_resume_to_the_bit(tmp_path):
 
 
 @pytest.mark.slow
-def test_plain_loop_trains_and_saves_under_torchrun(tmp_path):
+def test_plain_loop_trains_and_saves(tmp_path):
     """With the file of arguments that is there, two micro-batches a step; what is saved loads again."""
     plain, file = Recipe("train_plain", tmp_path), str(RECIPES / "gpt2" / "plain.yaml")
-    printed = plain.launch(TORCHRUN, file, steps=10, global_batch_size=16, micro_batch_size=4, logging_steps=2)
+    job = plain.job("out", file, steps=10, global_batch_size=16, micro_batch_size=4, logging_steps=2)
+    (printed,) = run_together(tmp_path, [job])
     line = r"^step \d+: loss ([\d.]+), gradient norm [\d.]+, \d+ tokens/s$"
     losses = [float(value) for value in re.findall(line, printed, re.M)]
     assert len(losses) == 5 and losses[-1] < 0.9 * losses[0]

@@ -24,14 +24,6 @@ PAIRS = [
 ] * 24
 
 
-@pytest.fixture
-def pairs(tmp_path) -> Path:
-    names = ("sentence1", "sentence2", "label", "idx")
-    rows = [dict(zip(names, (*pair, number), strict=True)) for number, pair in enumerate(PAIRS)]
-    (path := tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def encoded(tokenizer, pairs: list[tuple[str, str, int]]):
     firsts, seconds = ([pair[side] for pair in pairs] for side in (0, 1))
     return tokenizer(firsts, seconds, padding="max_length", truncation=True, max_length=16, return_tensors="pt")
@@ -42,12 +34,14 @@ def scores(output: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_two_processes_learn_stop_early_and_save(tmp_path, pairs, pretrained):
+def test_two_processes_learn_stop_early_and_save(tmp_path, pretrained):
     """From what run_mlm.py saved, pairs learned by heart; training ends once the best accuracy is no longer beaten.
 
     Adapters too.
     """
-    recipe, (base, _) = Recipe("run_glue", tmp_path), pretrained
+    recipe, (base, _), pairs = Recipe("run_glue", tmp_path), pretrained, tmp_path / "pairs.jsonl"
+    rows = ({"sentence1": one, "sentence2": other, "label": label} for one, other, label in PAIRS)
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
     common = dict(
         train_file=pairs, validation_file=pairs, max_eval_samples=None, max_train_samples=None, config_overrides=None,
         model_name_or_path=base, logging_steps=1, eval_strategy="steps", eval_steps=6, save_steps=6,
@@ -125,7 +119,6 @@ def test_mean_over_samples_is_that_of_all_micro_batches():
 @pytest.mark.parametrize(
     ("predicted", "true", "accuracy", "matthews"),
     [
-        ([1, 0, 0, 1], [0, 1, 1, 0], 0.0, -1.0),
         # TP 3, TN 2, FP 1, FN 2: (3·2 - 1·2) / sqrt(4 · 5 · 3 · 4)
         ([1, 1, 1, 0, 0, 1, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0], 5 / 8, 4 / math.sqrt(240)),
         # of three classes, s=4, c=3, p=(2,1,1), t=(1,2,1): (12 - 5) / sqrt((16 - 6) (16 - 6))
@@ -146,10 +139,8 @@ def test_made_reviews_agree_with_their_labels():
     reviews = made_reviews(5)
     rows = [row for split in reviews.values() for row in split]
     labels = {row["sentence"]: row["label"] for row in rows}
-    assert len(labels) == len(rows) == 11520 and reviews["validation"].num_rows == 576
-    assert sum(labels.values()) == len(rows) / 2
-    assert labels["the plot was never very dull"] == 1 and labels["for once the film is superb"] == 1
-    assert labels["the score is not so clever"] == 0
+    assert len(labels) == len(rows) == 2 * sum(labels.values()) == 11520 and reviews["validation"].num_rows == 576
+    assert labels["the plot was never very dull"] == 1 and labels["the score is not so clever"] == 0
 
 
 def test_set_class_names_keeps_the_classes_of_a_trained_head():

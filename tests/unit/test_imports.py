@@ -39,16 +39,10 @@ def test_no_more_is_loaded_than_needed(statement, absent):
 
 def test_planner_plans_without_framework():
     code = (
-        "from hf_osdp import ModelDescription, PlanningProblem, TrainingJob, preset, search;"
-        "from hf_osdp.planner.description import *;"
-        "unit = UnitDescription(fqn='u', module_names=('u',), class_name='B', span=GatherSpan.USE,"
-        " parameters=(ParameterSpec(name='w', shape=(8, 8), dtype=DType.FLOAT32),));"
-        "model = ModelDescription(model_name='m', model_class='M', block_classes=('B',), sequence_length=1,"
-        " compute_dtype=DType.FLOAT32,"
-        " units=(unit,), segments=(Segment(unit=0),));"
-        "hardware, job = preset('cpu', devices_per_node=2), TrainingJob(global_batch_size=2);"
-        "result = search(PlanningProblem(description=model, hardware=hardware, job=job, memory_limit_bytes=2000));"
-        "result.plan.from_json(result.plan.to_json())"
+        "from hf_osdp import PlanningProblem, TrainingJob, preset, search; from tests.helpers.descriptions import *;"
+        "facts = {'hardware': preset('cpu', devices_per_node=2), 'job': TrainingJob(global_batch_size=2)};"
+        "plan = search(PlanningProblem(description=transformer(), memory_limit_bytes=2**30, **facts)).plan;"
+        "plan.from_json(plan.to_json())"
     )
     assert not loaded_by(code) & {"torch", "transformers", "accelerate", "datasets"}
 

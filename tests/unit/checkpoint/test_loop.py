@@ -1,45 +1,19 @@
-"""A loop's checkpoints: written while it goes on, read by what fits, with its random states."""
+"""A loop's checkpoints: read by what fits, with its random states."""
 
 from __future__ import annotations
 
 import random
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
 from hf_osdp.checkpoint.folders import MANIFEST_NAME
-from hf_osdp.checkpoint.resume import last_checkpoint
 from hf_osdp.checkpoint.states import load_loop, load_random_states, save_random_states
-from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.errors import CheckpointError
-from tests.helpers.checkpointed import save_loop
 from tests.helpers.models import tiny_model
 
 from .checkpoints import saved, trained
-
-
-def test_background_writes_while_training_goes_on_and_fails_once(tmp_path, monkeypatch):
-    model, optimizer = trained()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    writer = CheckpointWriter(in_background=True)
-    save_loop(writer, tmp_path / "checkpoint-1", model, optimizer, others={}, progress={"step": 2}, sharded=True)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    writer.wait()
-    assert load_loop(tmp_path / "checkpoint-1", model, optimizer, others={}) == {"step": 2}
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    writer = CheckpointWriter(in_background=True)
-    full = Mock(side_effect=OSError(28, "No space left"))
-    monkeypatch.setattr("hf_osdp.checkpoint.writer.complete", full)
-    with writer.new(tmp_path / "checkpoint-2"):
-        pass
-    with pytest.raises(CheckpointError, match=r"could not be written on rank 0 \(OSError: .* No space left\)"):
-        writer.wait()
-    writer.wait()
-    assert last_checkpoint(tmp_path).name == "checkpoint-1"
 
 
 def test_replaced_checkpoint_keeps_no_states_of_another_layout(tmp_path):

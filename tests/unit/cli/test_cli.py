@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import typer
+from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from hf_osdp.cli.app import app
@@ -203,15 +204,11 @@ def test_plan_takes_devices_and_times_of_a_profile(model, description, tmp_path)
     assert_refused(call("plan", model, *sizes, "--profile", profile_file), "no times for")
 
 
-def asked_of(model: str, **options: object) -> dict[str, object]:
-    sizes = {"sequence_length": 32, "global_batch_size": 32, "device": "titan-rtx", "devices_per_node": 4}
-    return {"model": model, **sizes, **options}
-
-
 @pytest.mark.slow
 def test_remedies_are_flags_and_true(model):
     limit = HARDWARE.limit_for(HARDWARE.unavoidable_bytes + 21 * 2**16)
-    asked = Request.of(**asked_of(model, split_vocabulary=False, precision="no", memory_limit=str(limit)))
+    given = {"sequence_length": 32, "global_batch_size": 32, "device": "titan-rtx", "devices_per_node": 4}
+    asked = Request.of(model=model, split_vocabulary=False, precision="no", memory_limit=str(limit), **given)
     with pytest.raises(InfeasibleError) as caught:
         _ = Case(asked).found.plan
     flags = [re.search(r"(--[a-z][^;()]*)", way.flags)[1].strip() for way in caught.value.remedies]
@@ -219,3 +216,13 @@ def test_remedies_are_flags_and_true(model):
     assert "split_vocabulary=True" in str(caught.value) and "split_vocabulary" not in caught.value.on_command_line
     split = replace(asked, config=replace(asked.config, split_vocabulary=True))
     assert Case(split).found.plan.peak_bytes <= limit
+
+
+def test_load_config_without_a_network_names_the_nearest_shapes(monkeypatch, caplog):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"'qwen3-8' .*connect.*give a config.json, .* \(nearest: qwen3-8b"):
+        load_config("qwen3-8")
+    assert load_config("Qwen3-8B").hidden_size == 4096
+    assert "shape of Qwen/Qwen3-8B, from https://huggingface.co/Qwen/Qwen3-8B/" in caplog.text
+    with pytest.raises(ValueError, match=r"there is no such file or folder"):
+        load_config("./gpt2-xl")

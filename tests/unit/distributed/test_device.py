@@ -20,28 +20,26 @@ CURRENT = "PYTORCH_ALLOC_CONF"
 VARIABLES = (CURRENT, "PYTORCH_CUDA_ALLOC_CONF")
 
 
-class Gpus:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, self.current = 1, 0
-        properties = SimpleNamespace(name="GPU", total_memory=2**30)
-        for name, played in {
-            "is_available": lambda: True, "device_count": lambda: self.count, "current_device": lambda: self.current,
-            "set_device": self.set, "mem_get_info": lambda device: (2**30, 2**30), "memory_reserved": lambda device: 0,
-            "get_device_name": lambda device: "GPU", "get_device_properties": lambda device: properties,
-        }.items():  # fmt: skip
-            monkeypatch.setattr(torch.cuda, name, played)
-
-    def set(self, device: int | torch.device) -> None:
-        index = device if isinstance(device, int) else device.index
-        assert index < self.count, "invalid device ordinal"
-        self.current = index
-
-
 @pytest.fixture
-def gpus(monkeypatch) -> Gpus:
+def gpus(monkeypatch) -> SimpleNamespace:
+    """Their number, and the current one."""
+    played = SimpleNamespace(count=1, current=0)
+
+    def set_device(device: int | torch.device) -> None:
+        index = device if isinstance(device, int) else device.index
+        assert index < played.count, "invalid device ordinal"
+        played.current = index
+
+    properties = SimpleNamespace(name="GPU", total_memory=2**30)
+    for name, function in {
+        "is_available": lambda: True, "device_count": lambda: played.count, "current_device": lambda: played.current,
+        "set_device": set_device, "mem_get_info": lambda device: (2**30, 2**30), "memory_reserved": lambda device: 0,
+        "get_device_name": lambda device: "GPU", "get_device_properties": lambda device: properties,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, function)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.delenv("RANK", raising=False)
-    return Gpus(monkeypatch)
+    return played
 
 
 @pytest.fixture
@@ -86,9 +84,11 @@ def test_all_devices_are_that_of_group_formed_with_device_id(gpus, form, choose)
     assert gpus.current == 3
 
 
-@pytest.fixture
-def calls(monkeypatch) -> list[str]:
-    """What the allocator is told, in a torch that is built with CUDA and has not begun to use it."""
+@pytest.mark.parametrize(
+    ("variable", "before"), [(CURRENT, ""), *((name, "max_split_size_mb:512") for name in VARIABLES)]
+)
+def test_expandable_segments_are_set_once_beside_other_settings(monkeypatch, variable, before):
+    """In a torch that is built with CUDA and has not begun to use it."""
     told: list[str] = []
     for name in VARIABLES:
         monkeypatch.setenv(name, "")
@@ -97,14 +97,7 @@ def calls(monkeypatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: told[-1] if told else "", raising=False)
-    return told
-
-
-@pytest.mark.parametrize(
-    ("variable", "before"), [(CURRENT, ""), *((name, "max_split_size_mb:512") for name in VARIABLES)]
-)
-def test_expandable_segments_are_set_once_beside_other_settings(calls, monkeypatch, variable, before):
     monkeypatch.setenv(variable, before)
     prefer_expandable_segments()
     prefer_expandable_segments()
-    assert calls == [os.environ[variable]] == [f"{before},expandable_segments:True".lstrip(",")]
+    assert told == [os.environ[variable]] == [f"{before},expandable_segments:True".lstrip(",")]

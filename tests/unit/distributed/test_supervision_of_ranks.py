@@ -25,36 +25,30 @@ def client_of(store: TCPStore) -> Store:
     return TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=20))
 
 
-def start(store: TCPStore, ranks: int) -> None:
-    """Let ranks come at the same time."""
+def start(store: TCPStore, *ranks: int, of: int) -> list[threading.Thread]:
+    """Let ranks come; those that still wait."""
 
     def come(rank: int) -> None:
-        _meet_rank_zero(client_of(store), rank) if rank else _forget_earlier_start(client_of(store), ranks)
+        _meet_rank_zero(client_of(store), rank) if rank else _forget_earlier_start(client_of(store), of)
 
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(ranks)]
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
-    assert not any(thread.is_alive() for thread in threads)
+        thread.join(20 if 0 in ranks else 0.3)
+    return [thread for thread in threads if thread.is_alive()]
 
 
-def test_addresses_of_an_earlier_start_are_gone_before_ranks_go_on(store):
-    start(store, 2)
+def test_ranks_wait_for_this_starts_rank_zero_which_forgets_addresses_of_an_earlier_start(store):
+    assert not start(store, 0, 1, of=2)
     store.set("default_pg/0//cpu//0/0", "the address of a process that has ended")
-    start(store, 3)
+    late = start(store, 1, 2, of=3)
+    assert len(late) == 2, "they do not take the answer of the earlier start"
+    assert not start(store, 0, of=3)
+    for thread in late:
+        thread.join(20)
+        assert not thread.is_alive()
     assert not store.check(["default_pg/0//cpu//0/0"])
-
-
-def test_rank_does_not_take_the_answer_of_an_earlier_start(store):
-    start(store, 2)
-    late = threading.Thread(target=_meet_rank_zero, args=(client_of(store), 1))
-    late.start()
-    late.join(0.3)
-    assert late.is_alive()
-    _forget_earlier_start(store, 2)
-    late.join(20)
-    assert not late.is_alive()
 
 
 def test_differences_name_values_and_ranks():

@@ -21,29 +21,29 @@ def fresh_state():
 
 
 REGIONAL = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
-
-
-@pytest.mark.parametrize("asked", [{"dynamo_backend": "inductor"}, {"dynamo_plugin": REGIONAL}])
-def test_inductor_compiles_blocks_by_the_plan_and_accelerate_nothing(asked):
-    for accelerator in (OSDPAccelerator(cpu=True, osdp={}, **asked), OSDPAccelerator(cpu=True, osdp={}, **asked)):
-        assert accelerator.plugin.osdp.compile
-        assert accelerator.state.dynamo_plugin.backend == DynamoBackend.INDUCTOR, "others share the state"
-        model = accelerator.prepare_model(torch.nn.Linear(2, 2), evaluation_mode=True)
-        assert not is_compiled_module(model)
+DISABLED = TorchDynamoPlugin(backend="inductor", disable=True)
 
 
 @pytest.mark.parametrize(
-    ("osdp", "variable", "asked", "compiles"),
+    ("variable", "asked", "compiles"),
     [
-        ({}, "", {}, False),
-        ({}, "INDUCTOR", {}, True),
-        ({}, "", {"dynamo_plugin": TorchDynamoPlugin(backend="inductor", disable=True)}, False),
+        ("", {}, False),
+        ("INDUCTOR", {}, True),
+        ("", {"dynamo_plugin": DISABLED}, False),
+        ("", {"dynamo_backend": "inductor"}, True),
+        ("", {"dynamo_plugin": REGIONAL}, True),
     ],
 )
-def test_blocks_are_compiled_as_options_launcher_and_dynamo_ask(monkeypatch, osdp, variable, asked, compiles):
+def test_blocks_are_compiled_as_launcher_and_dynamo_ask_and_accelerate_compiles_nothing(
+    monkeypatch, variable, asked, compiles
+):
     if variable:
         monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", variable)
-    assert OSDPAccelerator(cpu=True, osdp=osdp, **asked).plugin.osdp.compile == compiles
+    for accelerator in (OSDPAccelerator(cpu=True, osdp={}, **asked), OSDPAccelerator(cpu=True, osdp={}, **asked)):
+        assert accelerator.plugin.osdp.compile == compiles
+        backend = accelerator.state.dynamo_plugin.backend
+        assert not compiles or backend == DynamoBackend.INDUCTOR, "others share the state"
+        assert not is_compiled_module(accelerator.prepare_model(torch.nn.Linear(2, 2), evaluation_mode=True))
 
 
 def test_model_wrapped_by_torch_compile_is_unwrapped_and_blocks_compiled():
@@ -53,20 +53,17 @@ def test_model_wrapped_by_torch_compile_is_unwrapped_and_blocks_compiled():
     assert not accelerator.plugin.osdp.compile
     assert accelerator._without_wrappers(torch.compile(model)) is model
     assert accelerator.plugin.osdp.compile
-    with pytest.raises(ValueError, match="so compile=True would have no effect; leave one of the two out"):
-        OSDPAccelerator(cpu=True, osdp={"plan": "plan.json"})._without_wrappers(torch.compile(model))
 
 
-@pytest.mark.parametrize(
-    "asked", [{"backend": "aot_eager"}, {"mode": "max-autotune"}, {"fullgraph": True}, {"dynamic": True},
-              {"options": {"max_autotune": True}}]
-)  # fmt: skip
-def test_other_backends_modes_and_options_are_refused_in_one_line(asked):
-    with pytest.raises(ValueError, match="cannot be planned; use inductor with its defaults") as caught:
-        OSDPAccelerator(cpu=True, osdp={}, dynamo_plugin=TorchDynamoPlugin(**{"backend": "inductor", **asked}))
-    assert "\n" not in str(caught.value)
-
-
-def test_compilation_beside_a_given_plan_is_refused():
+def test_what_a_plan_cannot_compile_is_refused_in_one_line():
+    for asked in ({"backend": "aot_eager"}, {"mode": "max-autotune"}, {"fullgraph": True}, {"dynamic": True},
+                  {"options": {"max_autotune": True}}):  # fmt: skip
+        with pytest.raises(ValueError, match="cannot be planned; use inductor with its defaults"):
+            OSDPAccelerator(cpu=True, osdp={}, dynamo_plugin=TorchDynamoPlugin(**{"backend": "inductor", **asked}))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    given = {"plan": "plan.json"}
     with pytest.raises(ValueError, match="plan runs a given plan as it is"):
-        OSDPAccelerator(cpu=True, osdp={"plan": "plan.json"}, dynamo_backend="inductor")
+        OSDPAccelerator(cpu=True, osdp=given, dynamo_backend="inductor")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(ValueError, match="so compile=True would have no effect; leave one of the two out"):
+        OSDPAccelerator(cpu=True, osdp=given)._without_wrappers(torch.compile(tiny_model("gpt2")))

@@ -1,41 +1,31 @@
-"""Options of OSDP from `accelerate launch`: as the file has them, through Accelerate's own reader and launcher."""
+"""Options of OSDP from `accelerate launch`, by Accelerate's own reader and launcher; which errors end a script how."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 
-from hf_osdp.integrations.launch import LaunchRequest, launch_request
+from hf_osdp.distributed.stop import EXIT_CODE, Stopped
+from hf_osdp.integrations.accelerator import OSDPAccelerator
+from hf_osdp.integrations.launch import USER_ERROR, LaunchRequest, launch_request, run_script
+from hf_osdp.planner.plan import Plan
 from hf_osdp.preparation.config import OSDPConfig, merged_config
 
 FILES = sorted((Path(__file__).parents[3] / "accelerate_configs").glob("*.yaml"))
 
 
-def requested(strategy: str, **more: str) -> LaunchRequest:
+def requested(strategy: str) -> LaunchRequest:
     fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": strategy}
-    return launch_request({**fsdp, **more})
+    return launch_request(fsdp)
 
 
 def test_launch_request_is_empty_without_launcher_and_for_plain_fsdp():
     assert launch_request({}) == requested("FULL_SHARD") == requested("1") == requested("") == LaunchRequest()
-
-
-@pytest.mark.parametrize(
-    ("strategy", "more", "expected"),
-    [
-        ("{'osdp': True, 'report': False}", {}, (True, False, {"report": False})),
-        ("{'osdp': False, 'memory_limit': '1GiB', 'use_cpu': True}", {}, (False, True, {"memory_limit": "1GiB"})),
-        ("{'osdp': False}", {"FSDP_TRANSFORMER_CLS_TO_WRAP": "A,B"}, (False, False, {})),
-        ("{'osdp': True}", {"FSDP_RESHARD_AFTER_FORWARD": "false"}, (True, False, {})),
-    ],
-)
-def test_launch_request_has_the_options_of_the_file(strategy, more, expected):
-    request = requested(strategy, **more)
-    assert (request.osdp, request.use_cpu, dict(request.options)) == expected
 
 
 @pytest.mark.parametrize("strategy", [
@@ -64,3 +54,39 @@ def test_accelerate_reads_each_file_and_launch_passes_its_options_on(path, tmp_p
     assert (request.osdp, request.use_cpu) == (stated.pop("osdp"), stated.pop("use_cpu", False))
     assert request.osdp and request.use_cpu == ("cpu" in path.stem)
     assert request.options.items() >= stated.items() and isinstance(merged_config({}, request.options), OSDPConfig)
+
+
+# ---- how scripts end
+
+
+def refuse_in_script():
+    raise ValueError("block_size=64 is too long;\nuse 32.")
+
+
+@pytest.mark.parametrize(
+    ("main", "line"),
+    [
+        (lambda: OSDPConfig(strategy="zero3"), "error: strategy='zero3' is not known"),
+        (refuse_in_script, "error: block_size=64 is too long; use 32."),
+        (lambda: Plan.load("nowhere.json"), "error: Cannot read the plan nowhere.json"),
+    ],
+)
+def test_run_script_shows_refused_input_in_one_line(main, line, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run_script(main)
+    assert stop.value.code == USER_ERROR
+    said = capsys.readouterr().err
+    assert said.startswith(line) and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [KeyError("lost"), KeyboardInterrupt(), SystemExit(EXIT_CODE), Stopped(EXIT_CODE)])
+def test_end_training_waits_for_nobody_while_an_error_propagates(error):
+    accelerator, ends = OSDPAccelerator(cpu=True, osdp={}), []
+    accelerator._writer = SimpleNamespace(wait=lambda: ends.append("waited"))
+    accelerator.trackers = [SimpleNamespace(finish=lambda: ends.append("finished"))]
+    with pytest.raises(type(error)):
+        try:
+            raise error
+        finally:
+            accelerator.end_training()
+    assert ends == (["waited", "finished"] if isinstance(error, Stopped) else ["finished"])

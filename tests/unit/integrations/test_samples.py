@@ -69,36 +69,31 @@ def test_find_batches_takes_nothing_from_streams_and_needs_samples():
 
 
 class Draws:
-    """Cuts its samples by a random number generator of its own, or by those of all."""
+    """Cuts its samples at random, by a generator of its own or by those of all."""
 
-    def __init__(self, generator=None):
-        self.generator = generator
+    def __init__(self, draw, generator=None):
+        self.draw, self.generator = draw, generator
 
     def __len__(self):
         return 4
 
     def __getitem__(self, index):
-        return {"input_ids": [0] * (1 + self.draw())}
-
-    def draw(self) -> int:
-        match self.generator:
-            case None:
-                return random.randint(0, 8) + int(np.random.randint(9)) + int(torch.randint(9, (1,)))
-            case torch.Generator():
-                return int(torch.randint(9, (1,), generator=self.generator))
-            case np.random.Generator():
-                return int(self.generator.integers(9))
-        return int(self.generator.randint(0, 8))
+        return {"input_ids": [0] * (1 + int(self.draw(self.generator)))}
 
 
 @pytest.mark.parametrize(
-    "make",
-    [random.Random, np.random.default_rng, np.random.RandomState, lambda seed: torch.Generator().manual_seed(seed)],
+    ("make", "draw"),
+    [
+        (random.Random, lambda own: own.randint(0, 8)),
+        (np.random.default_rng, lambda own: own.integers(9)),
+        (np.random.RandomState, lambda own: own.randint(9)),
+        (lambda seed: torch.Generator().manual_seed(seed), lambda own: torch.randint(9, (1,), generator=own)),
+    ],
 )
-def test_generators_of_datasets_are_not_advanced(make):
-    dataset, untouched = Draws(make(3)), Draws(make(3))
+def test_generators_of_datasets_are_not_advanced(make, draw):
+    dataset, untouched = Draws(draw, make(3)), make(3)
     assert find_batches(torch.utils.data.Subset(dataset, range(4)), pad) is not None
-    assert [dataset.draw() for _ in range(9)] == [untouched.draw() for _ in range(9)]
+    assert [draw(dataset.generator) for _ in range(9)] == [draw(untouched) for _ in range(9)]
 
 
 def test_find_batches_leaves_random_states_as_they_were():
@@ -106,5 +101,5 @@ def test_find_batches_leaves_random_states_as_they_were():
         return random.getstate(), np.random.get_state()[1].tolist(), torch.random.get_rng_state().tolist()
 
     before = states()
-    find_batches(Draws(), pad)(2)
+    find_batches(Draws(lambda _: random.randint(0, 8) + np.random.randint(9) + torch.randint(9, (1,))), pad)(2)
     assert states() == before

@@ -60,45 +60,38 @@ def stepped(optimizer, several, times: int) -> list[list[float]]:
     return seen
 
 
-def carried_over(make, was: int, now: int, steps: int):
-    """Schedulers of `make` and their optimizer, after a checkpoint of `was` processes was loaded by `now`."""
-    optimizer, old = made(make, was)
-    stepped(optimizer, old, steps * was)
-    fresh, new = made(make, now)
-    before = [own(scheduler) for scheduler in new]
-    fresh.load_state_dict(optimizer.state_dict())
-    for scheduler, saved in zip(new, old, strict=True):
-        scheduler.load_state_dict(saved.state_dict())
-    assert rescale_schedules(before, position_factor(ranks=(was, now), samples=(24, 24))) == []
-    return fresh, new
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", [*KINDS, "two on one optimizer"])
 @pytest.mark.parametrize("was, now", [(2, 1), (1, 3), (4, 6)])
 def test_rescaled_schedule_goes_on_as_if_never_interrupted(kind, was, now):
+    """After a checkpoint of `was` processes was loaded by `now`."""
     kinds = [KINDS["step"], KINDS["exponential"]] if kind not in KINDS else [KINDS[kind]]
-    want = stepped(*made(kinds, now), STEPS * now)
-    optimizer, rescaled = carried_over(kinds, was, now, BREAK)
-    assert rates_of(optimizer) == pytest.approx(want[BREAK * now - 1], abs=0 if kind in KINDS else 1e-15)
-    after = stepped(optimizer, rescaled, (STEPS - BREAK) * now)
-    assert [pytest.approx(rates, abs=0 if kind in KINDS else 1e-15) for rates in want[BREAK * now :]] == after
+    want, tolerance = stepped(*made(kinds, now), STEPS * now), 0 if kind in KINDS else 1e-15
+    saved, old = made(kinds, was)
+    stepped(saved, old, BREAK * was)
+    optimizer, new = made(kinds, now)
+    before = [own(scheduler) for scheduler in new]
+    optimizer.load_state_dict(saved.state_dict())
+    for scheduler, other in zip(new, old, strict=True):
+        scheduler.load_state_dict(other.state_dict())
+    assert rescale_schedules(before, position_factor(ranks=(was, now), samples=(24, 24))) == []
+    found = [rates_of(optimizer), *stepped(optimizer, new, (STEPS - BREAK) * now)]
+    assert found == [pytest.approx(rates, abs=tolerance) for rates in want[BREAK * now - 1 :]]
 
 
 @pytest.mark.parametrize(
-    "was, now, factor",
+    "ranks, samples, factor",
     [
-        ((2, 8), (1, 8), Fraction(1, 2)),
-        ((2, 8), (4, 8), 2),
-        ((2, 8), (4, 16), 1),  # batches of one process stay: Accelerate's own way
-        ((2, 8), (2, 4), 2),
-        ((2, None), (2, 8), 1),
-        ((2, None), (1, 8), None),
-        ((2, 8), (1, None), None),
+        ((2, 1), (8, 8), Fraction(1, 2)),
+        ((2, 4), (8, 16), 1),  # batches of one process stay: Accelerate's own way
+        ((2, 2), (8, 4), 2),
+        ((2, 2), (None, 8), 1),
+        ((2, 1), (None, 8), None),
+        ((2, 1), (8, None), None),
     ],
 )
-def test_position_factor_follows_ranks_and_samples(was, now, factor):
-    assert position_factor(ranks=(was[0], now[0]), samples=(was[1], now[1])) == factor
+def test_position_factor_follows_ranks_and_samples(ranks, samples, factor):
+    assert position_factor(ranks=ranks, samples=samples) == factor
 
 
 @pytest.mark.filterwarnings("ignore")

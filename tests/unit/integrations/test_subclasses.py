@@ -102,43 +102,31 @@ class Weighs(transformers.Trainer):
         return self.weigh(model, inputs)
 
 
-def weighing(tmp_path, weigh, inner=None):
+class Anneals:
+    calls = 0
+
+    def __call__(self, outputs, labels, num_items_in_batch=None):
+        self.calls += 1
+        if isinstance(outputs, torch.nn.Module):  # called by `Weighs`
+            outputs = outputs(**labels)
+        return outputs.logits.mean() / self.calls
+
+
+class Holds(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.own = inner, torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, _, inputs):
+        return self.inner(**inputs).loss * self.own.sum()
+
+
+def test_tracing_leaves_modules_and_counters_of_a_loss_as_they_are(tmp_path):
+    holds, own, given, enclosed = Holds(inner := model()), Anneals(), Anneals(), Anneals()
     about = {"args": arguments(tmp_path), "train_dataset": rows(), "osdp": CONFIG}
-    return with_osdp(Weighs)(model=inner or model(), weigh=weigh, **about)
-
-
-def test_traced_loss_runs_on_fake_copies_of_its_modules(tmp_path):
-    class Holder(torch.nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner, self.own = inner, torch.nn.Parameter(torch.ones(3))
-
-        def forward(self, _, inputs):
-            return self.inner(**inputs).loss * self.own.sum()
-
-    inner = model()
-    trainer = weighing(tmp_path, Holder(inner), inner)
-    assert trainer._run.inputs.description.trace.startswith("fake tensors")
-    assert trainer.weigh.inner is inner and trainer.weigh.own.grad is None
-
-
-def test_tracing_does_not_advance_what_a_loss_counts(tmp_path):
-    class Anneals:
-        calls = 0
-
-        def __call__(self, outputs, labels, num_items_in_batch=None):
-            self.calls += 1
-            if isinstance(outputs, torch.nn.Module):  # called by `Weighs`
-                outputs = outputs(**labels)
-            return outputs.logits.mean() / self.calls
-
-    def enclosing(loss):
-        return lambda outputs, labels, num_items_in_batch=None: loss(outputs, labels)
-
-    own, *anneals = [Anneals() for _ in range(4)]
-    trainers = [weighing(tmp_path, own)]
-    about = {"args": arguments(tmp_path), "train_dataset": rows(), "osdp": CONFIG}
-    for loss in (anneals[0], enclosing(anneals[1]), anneals[2].__call__):
+    trainers = [with_osdp(Weighs)(model=of, weigh=loss, **about) for of, loss in ((inner, holds), (model(), own))]
+    for loss in (given, lambda outputs, labels, num_items_in_batch=None: enclosed(outputs, labels)):
         trainers.append(hf_osdp.Trainer(model=model(), compute_loss_func=loss, **about))
     assert all(trainer._run.inputs.description.trace.startswith("fake tensors") for trainer in trainers)
-    assert [each.calls for each in (own, *anneals)] == [0, 0, 0, 0]
+    assert trainers[0].weigh.inner is inner and holds.own.grad is None
+    assert [each.calls for each in (own, given, enclosed)] == [0, 0, 0]

@@ -7,7 +7,7 @@ import torch
 import transformers
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import cross_entropy
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -69,6 +69,13 @@ class OwnSum(transformers.Trainer):
         return model(**inputs).logits.pow(2).sum() / num_items_in_batch
 
 
+class Divides(transformers.Trainer):
+    loss_is_scaled_for_ga = True
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs).logits.pow(2).mean() / self.args.gradient_accumulation_steps
+
+
 def divided(outputs, labels, num_items_in_batch=None):
     return cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
 
@@ -89,6 +96,7 @@ ONE_LABEL = {"train_dataset": rows(label=lambda row: torch.tensor(1))}
     (llama, None, {}, {"compute_loss_func": lambda outputs, *_, **__: outputs.logits.mean()},
      f"The loss of compute_loss_func {WHOLE}"),
     (llama, OwnMean, {}, {}, f"The loss of OwnMean.compute_loss {WHOLE}"),
+    (llama, Divides, {}, {}, "It is not known whether the loss of Divides.compute_loss is divided"),
     (lambda: mixtral(output_router_logits=True), None, {}, {},
      "The loss of MixtralForCausalLM is not a sum over samples"),
     (llama, None, {"dataloader_drop_last": True}, {}, "dataloader_drop_last=True"),
@@ -105,22 +113,17 @@ def test_micro_batches_stay_unless_their_losses_add_up(tmp_path, caplog, make, b
 
 
 def trained(tmp_path, make, data, osdp, **options):
-    """Return the trainer, and loss (which it adds up in float32) and gradient norm of two steps."""
     args = arguments(tmp_path, **{"max_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, **options})
     trainer = hf_osdp.Trainer(model=make(), args=args, train_dataset=data, osdp=osdp)
     trainer.train()
-    history = trainer.state.log_history
-    return trainer, [[entry[name] for entry in history if name in entry] for name in ("loss", "grad_norm")]
+    return trainer
 
 
-def assert_equal(figures, expected):
-    assert len(expected[0]) == 2
-    for found, stock, tolerance in zip(figures, expected, (3e-7, 1e-9), strict=True):
-        assert found == pytest.approx(stock, rel=tolerance)
-
-
-def float_label(row):
-    return row.double().mean() / 30
+def assert_equal(trainer, stock):
+    """Losses, which a Trainer adds up in float32, and gradient norms of both steps."""
+    for name, tolerance in (("loss", 3e-7), ("grad_norm", 1e-9)):
+        found, wanted = ([entry[name] for entry in of.state.log_history if name in entry] for of in (trainer, stock))
+        assert len(wanted) == 2 and found == pytest.approx(wanted, rel=tolerance)
 
 
 def distilbert():
@@ -133,10 +136,10 @@ def classifier(labels, kind):
     return lambda: llama(LlamaForSequenceClassification, num_labels=labels, problem_type=kind)
 
 
-SEVERAL = rows(32, 32, lambda row: (row[:4] > 30).double())
 CASES = {
-    "regression": (classifier(1, "regression"), rows(32, 32, float_label)),
-    "multi-label": (classifier(4, "multi_label_classification"), SEVERAL),
+    "regression": (classifier(1, "regression"), rows(32, 32, lambda row: row.double().mean() / 30)),
+    "multi-label": (classifier(4, "multi_label_classification"),
+                    rows(32, 32, lambda row: (row[:4] > 30).double())),
     "masked": (distilbert, rows(32, 32, lambda row: torch.where(row % 2 == 0, row, -100))),
     "experts": (lambda: mixtral(output_router_logits=True), rows(32, 32)),
 }  # fmt: skip
@@ -147,24 +150,25 @@ def test_training_equals_stock_or_is_refused_by_kind_of_loss(tmp_path, name):
     make, data = CASES[name]
     options, osdp = {"per_device_train_batch_size": 16}, {"hardware": "cpu"}
     try:
-        trainer, figures = trained(tmp_path, make, data, {**osdp, "memory_limit": LIMIT}, **options)
+        trainer = trained(tmp_path, make, data, {**osdp, "memory_limit": LIMIT}, **options)
     except InfeasibleError as error:
         assert "so micro-batches stay at 16 samples" in str(error) and "\n" not in str(error)
-        trainer, figures = trained(tmp_path, make, data, osdp, **options)
+        trainer = trained(tmp_path, make, data, osdp, **options)
     assert trainer.plan.micro_batch_size == 16
-    assert_equal(figures, trained(tmp_path, make, data, False, **options)[1])
+    assert_equal(trainer, trained(tmp_path, make, data, False, **options))
 
 
-@pytest.mark.parametrize("accumulation", slow_but([1, 2], daily=(2,)))
-@pytest.mark.parametrize("name", slow_but(["regression", "multi-label"], daily=("multi-label",)))
+@pytest.mark.parametrize(
+    ("name", "accumulation"),
+    slow_but([("regression", 1), ("multi-label", 2)], daily=[("multi-label", 2)]),
+)
 def test_set_micro_batch_size_averages_means_of_samples(tmp_path, name, accumulation):
     make, data = CASES[name]
     options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": accumulation}
-    osdp = {"micro_batch_size": 2, "hardware": "cpu"}
-    trainer, figures = trained(tmp_path, make, data, osdp, **options)
+    trainer = trained(tmp_path, make, data, {"micro_batch_size": 2, "hardware": "cpu"}, **options)
     assert trainer.plan.micro_batch_size == 2
-    stock, expected = trained(tmp_path, make, data, False, **options)
-    assert_equal(figures, expected)
+    stock = trained(tmp_path, make, data, False, **options)
+    assert_equal(trainer, stock)
     assert trainer.evaluate(data)["eval_loss"] == pytest.approx(stock.evaluate(data)["eval_loss"], rel=1e-6)
 
 
@@ -173,16 +177,3 @@ def test_micro_batch_size_that_would_multiply_loss_parts_is_refused(tmp_path):
     args = arguments(tmp_path)
     with pytest.raises(ValueError, match="so micro_batch_size=1 would train something else than the 2 samples"):
         hf_osdp.Trainer(model=mixtral(output_router_logits=True), args=args, train_dataset=rows(), osdp=osdp)
-
-
-def test_trainer_that_divides_by_steps_keeps_micro_batches(tmp_path, caplog):
-    class Divides(transformers.Trainer):
-        loss_is_scaled_for_ga = True
-
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            return mse_loss(model(**inputs).logits, torch.zeros(())) / self.args.gradient_accumulation_steps
-
-    args = arguments(tmp_path, gradient_accumulation_steps=2)
-    trainer = with_osdp(Divides)(model=llama(), args=args, train_dataset=rows(), osdp=CONFIG)
-    assert trainer.plan.accumulation_steps == 2
-    assert "It is not known whether the loss of Divides.compute_loss is divided" in caplog.text

@@ -12,7 +12,7 @@ from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planner.search.strategies import search_spaces
 from hf_osdp.planner.training_job import TrainingJob
-from hf_osdp.report.content import Content, report_content, unit_rows
+from hf_osdp.report.content import report_content, unit_rows
 from hf_osdp.report.explain import explain
 from hf_osdp.report.plan_file import PlanInputs
 from tests.helpers.descriptions import transformer
@@ -29,23 +29,19 @@ def best(hardware=HARDWARE, job=JOB, limit=2**40) -> Plan:
     return search(problem(MODEL, hardware, job, limit)).plan
 
 
-def explained(plan: Plan, hardware=HARDWARE, job=JOB) -> Content:
-    return explain(plan, PlanInputs(description=MODEL, job=job, hardware=hardware))
-
-
-MIXED = best(limit=LIMIT)
+def inputs(hardware=HARDWARE, job=JOB) -> PlanInputs:
+    return PlanInputs(description=MODEL, job=job, hardware=hardware)
 
 
 @pytest.mark.parametrize(
     "hardware", [HARDWARE, bare_preset("cpu", nodes=2, devices_per_node=4)], ids=["overlapping", "blocking"]
 )
-@pytest.mark.parametrize("times", [1.2, 100])
-@pytest.mark.parametrize("every", [True, False])
+@pytest.mark.parametrize(("times", "every"), [(1.2, True), (100, False)])
 def test_stream_times_add_up_to_the_step(hardware, times, every):
     job = replace(JOB, micro_batch_size=2, reduce_every_micro_step=every)
     plan = best(hardware, job, int(times * least_memory(problem(MODEL, hardware, job))))
     estimate = estimate_plan(plan, MODEL, job, hardware)
-    content = report_content(plan, PlanInputs(description=MODEL, job=job, hardware=hardware))["estimated"]
+    content = report_content(plan, inputs(hardware, job))["estimated"]
     time, streams = estimate.time, {stream["name"]: stream for stream in content["streams"]}
     assert sum(stream["exposed_s"] for stream in content["streams"]) == pytest.approx(plan.step_s)
     collectives = [streams.pop(name) for name in ("all-gather", "reduce-scatter", "all-reduce")]
@@ -62,7 +58,7 @@ def test_reasons_cost_what_the_changed_plan_costs(reserved, margin):
     hardware = replace(HARDWARE, device=replace(HARDWARE.device, reserved_bytes=reserved)).with_margin(margin)
     limit = hardware.limit_for(LIMIT + reserved)
     plan = best(hardware, limit=limit)
-    estimated, room = explained(plan, hardware)["estimated"], hardware.room_bytes(limit)
+    estimated, room = explain(plan, inputs(hardware))["estimated"], hardware.room_bytes(limit)
     assert estimated["peak_bytes"] + sum(estimated["outside"].values()) == plan.peak_bytes
     assert estimated["margin_bytes"] == limit - room
     rows, units = estimated["units"], unit_rows(plan, MODEL)
@@ -84,22 +80,18 @@ def test_reasons_cost_what_the_changed_plan_costs(reserved, margin):
 
 
 ALONE, ALONE_JOB = bare_preset("h100"), TrainingJob(global_batch_size=2**14)
-ONE_SAMPLE = replace(JOB, micro_batch_size=1)
-BINDING = {
-    "memory": (lambda: MIXED, HARDWARE, JOB, lambda: best(limit=2**50)),
-    "batch": (best, HARDWARE, JOB, lambda: best(job=replace(JOB, global_batch_size=128))),
-    "micro-batch": (lambda: best(job=ONE_SAMPLE), HARDWARE, ONE_SAMPLE, best),
-    "nothing": (
-        lambda: best(ALONE, ALONE_JOB, 2**50), ALONE, ALONE_JOB, lambda: best(ALONE, ALONE_JOB, 2**50),
-    ),
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", BINDING)
-def test_binding_is_what_gains_most_where_it_is_loosened(kind):
-    plan, hardware, job, loosened = BINDING[kind]
-    plan, free = plan(), loosened()
-    found = explained(plan, hardware, job)["bottleneck"]
+@pytest.mark.parametrize(("kind", "hardware", "job", "limit", "loosened"), [
+    ("memory", HARDWARE, JOB, LIMIT, {"limit": 2**50}),
+    ("batch", HARDWARE, JOB, 2**40, {"job": replace(JOB, global_batch_size=128)}),
+    ("micro-batch", HARDWARE, replace(JOB, micro_batch_size=1), 2**40, {"job": JOB}),
+    ("nothing", ALONE, ALONE_JOB, 2**50, {}),
+])  # fmt: skip
+def test_binding_is_what_gains_most_where_it_is_loosened(kind, hardware, job, limit, loosened):
+    asked = {"hardware": hardware, "job": job, "limit": limit}
+    plan, free = best(**asked), best(**{**asked, **loosened})
+    found = explain(plan, inputs(hardware, job))["bottleneck"]
     assert found["kind"] == kind and found["gain"] == pytest.approx(free.samples_per_s / plan.samples_per_s)
     if kind == "memory":
         assert found["peak_bytes"] == free.peak_bytes

@@ -46,19 +46,13 @@ def report(description: ModelDescription, plan: Plan, hardware=HARDWARE) -> Cont
     return report_content(plan, PlanInputs(description=description, job=JOB, hardware=hardware))
 
 
-def rows_of(description: ModelDescription, plan: Plan) -> list[Content]:
-    return report(description, plan)["estimated"]["units"]
-
-
-def rendered(table: Table, width: int = 100) -> list[str]:
-    console = Console(width=width, record=True, file=io.StringIO())
+def rendered(table: Table) -> list[str]:
+    """Lines of a terminal of 100 columns, which hold all that the table says."""
+    console = Console(width=100, record=True, file=io.StringIO())
     console.print(table)
-    return [line.strip() for line in console.export_text().splitlines()]
-
-
-def assert_whole(lines: list[str]) -> None:
-    assert not [line for line in lines if "…" in line]
-    assert max(map(len, lines)) <= 99
+    lines = [line.strip() for line in console.export_text().splitlines()]
+    assert not [line for line in lines if "…" in line] and max(map(len, lines)) <= 99
+    return lines
 
 
 LONG = "Qwen2AudioEncoderDecoderLayerWithCrossAttention"
@@ -76,9 +70,7 @@ def test_plan_table_fits_100_columns_with_every_figure(prefix, class_name):
     description = model(*(f"{prefix}.{i}" for i in range(24)), class_name=class_name)
     plan = plan_for(description, 1, 128, *[8] * 12, *[128] * 11, 1)
     content = report(description, plan)
-    lines = rendered(plan_table(content))
-    assert_whole(lines)
-    text = "\n".join(lines)
+    text = "\n".join(lines := rendered(plan_table(content)))
     assert plan.fingerprint in text and "(root)" in text
     rows = content["estimated"]["units"]
     assert [row["layout"] for row in rows].count("replicate") == 2
@@ -99,7 +91,7 @@ def test_plan_table_fits_100_columns_with_every_figure(prefix, class_name):
 )
 def test_plan_rows_join_neighbours_with_one_layout(names, sizes, expected):
     description = model(*names)
-    rows = rows_of(description, plan_for(description, 1, 1, *sizes))
+    rows = report(description, plan_for(description, 1, 1, *sizes))["estimated"]["units"]
     assert [row["label"] for row in rows] == ["(root)", "model.embed_tokens+lm_head", *expected]
     assert [fqn for row in rows for fqn in row["units"]] == [unit.fqn for unit in description.units]
     shown = "replicate" if sizes[0] == 1 else "shard 8 x replicate 16, keep, hold gradients"
@@ -111,7 +103,6 @@ def test_comparison_table_has_gain_or_reason_for_each_strategy(limit):
     asked = problem(transformer(), bare_preset("cpu", devices_per_node=4), TrainingJob(global_batch_size=8), limit)
     rows = list(compare_strategies(asked))
     lines = rendered(comparison_table(comparison_content(asked, rows)))
-    assert_whole(lines)
     assert f"limit {format_bytes(limit)}" in lines[0]
     nothing = {1000: {"osdp", "fsdp", "ddp", "zero2", "hsdp"}, 3 * 2**20: {"ddp", "hsdp"}, 2**40: set()}
     assert {row.strategy.value for row in rows if row.result is None} == nothing[limit]

@@ -1,17 +1,14 @@
-"""What becomes of a model before it is described or sharded: masters, caches, devices, and the meshes of one GPU."""
+"""What becomes of a model before it is described or sharded."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.training_job import Precision
-from hf_osdp.sharding.environment import apply_tied, move_to_device, prepare_model, prepare_precision
-from tests.helpers.models import tiny_model
+from hf_osdp.sharding.environment import prepare_model, prepare_precision
 from tests.helpers.vision import tiny_vision
 
 
@@ -31,14 +28,3 @@ def test_model_is_prepared_with_float32_masters_and_without_cache():
     model = tiny_vision("LlavaForConditionalGeneration")  # its text part has the switch
     prepare_model(model, Precision())
     assert model(input_ids=torch.zeros(1, 2, dtype=torch.long)).past_key_values is None
-
-
-@pytest.mark.parametrize(
-    "model", [build_on_meta(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=11)), tiny_model("gpt2")]
-)
-def test_tied_parameters_stay_tied_between_meta_and_device(model):
-    assert model.transformer.wte.weight is model.lm_head.weight
-    move_to_device(model, torch.device("cpu"), empty=True)
-    assert model.transformer.wte.weight is model.lm_head.weight and model.lm_head.weight.device.type == "cpu"
-    apply_tied(model, lambda tensor: tensor.to("meta"))
-    assert model.transformer.wte.weight is model.lm_head.weight and model.lm_head.weight.is_meta

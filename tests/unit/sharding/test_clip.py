@@ -1,20 +1,20 @@
-"""The norm of gradients on several meshes: ranks run in turn in one process, and the sum is that of the whole."""
+"""Norm, clipping and loss scaling of gradients on several meshes, where ranks run in turn in one process, and on two
+devices.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_osdp.sharding import gradients as clip
-from hf_osdp.sharding.gradients import clip_grad_norm_, total_norm
-
-NORM_TYPES = [1.0, 2.0, 3.0, math.inf]
+from hf_osdp.sharding.gradients import OSDPGradScaler, clip_grad_norm_, total_norm
+from tests.helpers.elsewhere import ELSEWHERE, There, two_devices
 
 
 def whole_gradients() -> dict[str, torch.Tensor]:
@@ -59,15 +59,6 @@ def world(monkeypatch, size):
     return run
 
 
-@pytest.mark.parametrize("norm_type", NORM_TYPES)
-def test_total_norm_counts_each_element_once(world, size, norm_type):
-    whole = whole_gradients()
-    expected = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in whole.values()]), norm_type)
-    for norm in world(lambda rank: total_norm(of_rank(rank, size, whole), norm_type)):
-        assert norm.shape == () and norm.dtype == torch.float64
-        assert norm.item() == pytest.approx(expected.item(), rel=1e-14)
-
-
 def clipped(held: list[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> tuple[float, list[torch.Tensor]]:
     parameters = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in held]
     for parameter, grad in zip(parameters, held, strict=True):
@@ -76,8 +67,8 @@ def clipped(held: list[torch.Tensor], max_norm: float, norm_type: float = 2.0) -
     return norm.item(), [clip.local(grad) for grad in held]
 
 
-@pytest.mark.parametrize("max_norm", [0.1, 5.0, 100.0])
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("max_norm", [0.1, 100.0])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 def test_clip_grad_norm_scales_shards_as_torch_scales_whole_gradients(world, size, max_norm, norm_type):
     whole = whole_gradients()
     alone = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in whole.values()]
@@ -132,36 +123,65 @@ def test_total_norm_has_widest_dtype_of_at_least_float32(dtypes, expected, value
     assert norm.item() == pytest.approx(value * math.sqrt(4096 * len(dtypes)), rel=1e-6)
 
 
-@pytest.mark.parametrize("norm_type", NORM_TYPES)
-def test_total_norm_takes_empty_shards_and_makes_no_graph(norm_type):
-    assert total_norm([torch.zeros(0, 3), torch.tensor([2.0])], norm_type).item() == 2.0
-    assert total_norm([torch.zeros(0)], norm_type).item() == 0.0
-    grad = torch.ones(2, requires_grad=True)
-    assert not total_norm([grad], norm_type).requires_grad
-    assert clipped([grad], 0.5)[0] == pytest.approx(math.sqrt(2))  # in place, on a leaf
-
-
-def test_clip_takes_one_operator_for_each_layout_and_dtype():
+def test_clip_takes_one_operator_for_each_layout_and_dtype(monkeypatch):
     grads = [grad for _ in range(5) for grad in of_rank(0, 2, whole_gradients())]  # sharded over 2, 2 of 4, or whole
     grads += [torch.full((3,), 2.0, dtype=torch.bfloat16) for _ in range(5)]
     squares = sum(clip.local(grad).double().square().sum().item() * clip.shard_size(grad) for grad in grads)
-    with CountedOperators() as counted:
-        norm, after = clipped(grads, 1.0)
-    assert counted["aten::_foreach_norm"] == counted["aten::_foreach_mul_"] == 3
+    operators = {name: Mock(wraps=getattr(torch, name)) for name in ("_foreach_norm", "_foreach_mul_")}
+    for name, counted in operators.items():
+        monkeypatch.setattr(torch, name, counted)
+    norm, after = clipped(grads, 1.0)
+    assert [counted.call_count for counted in operators.values()] == [3, 3]
     assert norm == pytest.approx(math.sqrt(squares)), "one process: nothing is held twice"
     assert after[-1].dtype is torch.bfloat16 and after[-1].tolist() == pytest.approx([2 / norm] * 3, rel=1e-2)
 
 
-class CountedOperators(TorchDispatchMode):
-    """Counts operators by name."""
+# ---- parameters on two devices
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
 
-    def __getitem__(self, name: str) -> int:
-        return self.counts[name]
+def parameters_of(*, mixed: bool) -> list[torch.nn.Parameter]:
+    """The same numbers, in `mixed` every other one elsewhere."""
+    dice = torch.Generator().manual_seed(0)
+    made = []
+    for index, shape in enumerate([(3, 2), (4,), (2, 2), (5,)]):
+        value, gradient = (torch.randn(shape, generator=dice, dtype=torch.float64) for _ in range(2))
+        there = mixed and index % 2 == 1
+        made.append(torch.nn.Parameter(value.as_subclass(There) if there else value))
+        made[-1].grad = gradient.as_subclass(There) if there else gradient
+    return made
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[func.name().partition(".")[0]] += 1
-        return func(*args, **(kwargs or {}))
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_clip_norm_is_that_of_both_devices(norm_type, monkeypatch):
+    plain, mixed = parameters_of(mixed=False), parameters_of(mixed=True)
+    assert clip._main_device(clip._by_layout(p.grad for p in mixed)) == ELSEWHERE, (
+        "the norm is where most of a model is"
+    )
+    cpu = torch.device("cpu")  # the other is not real
+    monkeypatch.setattr(clip, "_main_device", lambda grads: cpu)
+    expected = torch.nn.utils.clip_grad_norm_(plain, 0.5, norm_type)
+    with two_devices():
+        norm = clip_grad_norm_(mixed, 0.5, norm_type)
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-14)
+    assert all(torch.allclose(a.grad, b.grad, rtol=1e-14) for a, b in zip(plain, mixed, strict=True))
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("overflows", [None, 0, 1])
+def test_scaler_steps_or_skips_on_both_devices(unscales, overflows):
+    """An optimizer that is said to unscale by itself, as with fused kernels, is given unscaled gradients."""
+    plain, mixed = parameters_of(mixed=False), parameters_of(mixed=True)
+    before = [parameter.detach().clone() for parameter in mixed]
+    torch.optim.AdamW(plain, lr=1e-2).step()
+    optimizer, scaler = torch.optim.AdamW(mixed, lr=1e-2, foreach=False), OSDPGradScaler(device="cpu", init_scale=8.0)
+    optimizer._step_supports_amp_scaling = unscales
+    with two_devices():
+        scaler.scale(torch.ones(()))
+        for index, parameter in enumerate(mixed):
+            parameter.grad.mul_(8.0 if index != overflows else math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+    expected = plain if overflows is None else before
+    assert all(torch.allclose(a, b, rtol=1e-13) for a, b in zip(expected, mixed, strict=True))
+    assert scaler.get_scale() == (8.0 if overflows is None else 4.0)
+    assert optimizer._step_supports_amp_scaling is unscales and not hasattr(optimizer, "found_inf")

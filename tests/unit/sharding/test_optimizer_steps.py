@@ -1,4 +1,4 @@
-"""An optimizer's step on local shards: the same as on plain tensors, in the optimizer's own groups and states."""
+"""An optimizer's step on shards: as on plain tensors, in its own groups and states; what the planner is told of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import weakref
 from copy import deepcopy
 from importlib import import_module
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,16 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_osdp.errors import OSDPError
+from hf_osdp.planner.optimizers import spec_of_trainer_name
+from hf_osdp.planner.training_job import OptimizerStep
 from hf_osdp.sharding.gradients import local
-from hf_osdp.sharding.optimizer_steps import interceptor_of, step_by_device, step_parts
-from hf_osdp.sharding.optimizers.kind import ELEMENT_WISE
+from hf_osdp.sharding.optimizer import spec_of_optimizer
+from hf_osdp.sharding.optimizer_steps import step_by_device
+from tests.helpers.elsewhere import There
 
 ROWS = [(3, 4), (2,), (0, 4), (5, 2)]
 """Shapes of a rank's parameters, of which the third is an empty shard."""
 OPTIONS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
-    *((cls, {}) for cls in ELEMENT_WISE),
-    *((torch.optim.AdamW, {option: True}) for option in ("amsgrad", "maximize", "foreach", "fused")),
-    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    *((torch.optim.AdamW, {option: True}) for option in ("amsgrad", "maximize", "fused")),
     (torch.optim.SGD, {"momentum": 0.9, "foreach": True}),
     (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}),
     (torch.optim.AdamW, {"lr": torch.tensor(0.1)}),
@@ -64,17 +66,13 @@ def assert_equal(
     """Parameters and states are equal, bit for bit, and those of shards are DTensors like their parameters."""
     for one, other in zip(parameters, plain, strict=True):
         assert torch.equal(local(one), other)
-        states = [optimizer.state[p] for optimizer, p in zip(optimizers, (one, other), strict=False)]
-        if states:
-            assert list(states[0]) == list(states[1])
-            for key, value in states[1].items():
-                found = states[0][key]
-                assert torch.equal(local(found), value), key
-                if value.shape == other.shape and value.dim():
-                    assert isinstance(found, DTensor) == isinstance(one, DTensor)
-                    assert found.shape == one.shape and getattr(found, "placements", 0) == getattr(
-                        one, "placements", 0
-                    )
+        found, wanted = (optimizer.state[p] for optimizer, p in zip(optimizers, (one, other), strict=True))
+        assert list(found) == list(wanted)
+        for key, value in wanted.items():
+            assert torch.equal(local(found[key]), value), key
+            if value.shape == other.shape and value.dim():
+                assert found[key].shape == one.shape
+                assert getattr(found[key], "placements", None) == getattr(one, "placements", None)
 
 
 def record(optimizer: torch.optim.Optimizer) -> list[list[list[type]]]:
@@ -139,13 +137,10 @@ def test_groups_and_states_that_change_between_steps_are_used(mesh):
 
 def test_states_of_another_layout_are_refused(mesh):
     parameters, _ = twins(mesh)
-    optimizer, whole = (
-        torch.optim.AdamW(parameters[:1], fused=True),
-        torch.optim.AdamW([nn.Parameter(torch.ones(6, 4))]),
-    )
+    optimizer, weight = torch.optim.AdamW(parameters[:1], fused=True), nn.Parameter(torch.ones(6, 4))
     step_by_device(optimizer)
-    whole.param_groups[0]["params"][0].grad = torch.ones(6, 4)
-    whole.step()
+    weight.grad = torch.ones(6, 4)
+    (whole := torch.optim.AdamW([weight])).step()
     optimizer.load_state_dict(whole.state_dict())
     set_gradients(0, parameters)
     before = local(parameters[0]).clone()
@@ -168,40 +163,21 @@ def test_step_that_raises_leaves_groups_states_and_no_gradient(mesh, monkeypatch
     parameters, plain = twins(mesh)
     optimizers = [torch.optim.AdamW(of, lr=0.1) for of in (parameters, plain)]
     step_by_device(optimizers[0])
-    set_gradients(0, parameters, plain)
-    for optimizer in optimizers:
-        optimizer.step()
-    groups, states = list(optimizers[0].param_groups), {p: dict(optimizers[0].state[p]) for p in parameters}
-    set_gradients(1, parameters)
+    for number in range(2):
+        set_gradients(number, parameters, plain)
+        groups, states = list(optimizers[0].param_groups), {p: dict(optimizers[0].state[p]) for p in parameters}
+        with monkeypatch.context() as broken, pytest.raises(torch.OutOfMemoryError):
+            broken.setattr(import_module("torch.optim.adam"), "adam", Mock(side_effect=torch.OutOfMemoryError))
+            optimizers[0].step()
+        assert all(a is b for a, b in zip(optimizers[0].param_groups, groups, strict=True))
+        assert number == 0 or {p: dict(optimizers[0].state[p]) for p in parameters} == states
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_equal(parameters, plain, *optimizers)
     gradients = [weakref.ref(local(p.grad)) for p in parameters]
-
-    def fails(*args, **kwargs):
-        raise torch.OutOfMemoryError
-
-    with monkeypatch.context() as broken, pytest.raises(torch.OutOfMemoryError):
-        broken.setattr(import_module("torch.optim.adam"), "adam", fails)
-        optimizers[0].step()
-    assert all(a is b for a, b in zip(optimizers[0].param_groups, groups, strict=True))
-    assert {p: dict(optimizers[0].state[p]) for p in parameters} == states
-    optimizers[0].zero_grad()
-    gc.collect()
-    assert all(p.grad is None for p in parameters) and not any(gradient() is not None for gradient in gradients)
-    set_gradients(1, parameters, plain)
-    for optimizer in optimizers:
-        optimizer.step()
-    assert_equal(parameters, plain, *optimizers)
-
-
-def test_gradients_are_freed_after_a_step(mesh):
-    parameters, _ = twins(mesh)
-    optimizer = torch.optim.AdamW(parameters)
-    step_by_device(optimizer)
-    set_gradients(0, parameters)
-    gradients = [weakref.ref(local(p.grad)) for p in parameters]
-    optimizer.step()
     gc.disable()
     try:
-        optimizer.zero_grad()
+        optimizers[0].zero_grad()
         assert not any(gradient() is not None for gradient in gradients), "without the garbage collector"
     finally:
         gc.enable()
@@ -240,23 +216,63 @@ def test_fused_step_gets_scale_and_overflow_from_the_optimizer(overflows, mesh):
     assert_equal(parameters, plain, *optimizers)
 
 
-def test_parts_are_stepped_alone_and_left_out_of_the_step_of_their_stage(mesh):
-    parameters, plain = twins(mesh)
-    optimizers = [torch.optim.AdamW(of, lr=0.1) for of in (parameters, plain)]
-    step_by_device(optimizers[0], [parameters[-1]])
+def groups_stepped(optimizer: torch.optim.Optimizer) -> list[tuple]:
+    """Sizes and options of groups in a step, of the stand-in that torch passes to hooks in the place of `self`."""
+    seen: list[dict] = []
+    optimizer.register_step_post_hook(lambda _, args, kwargs: seen.extend(dict(g) for g in args[0].param_groups))
+    optimizer.step()
+    return [(len(group["params"]), group["lr"], group["foreach"], group["fused"]) for group in seen]
 
-    def stage(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-        for parameter in parameters[:2]:
-            step_parts(optimizer, [parameter])
-        return parameters[:2]
 
-    interceptor_of(optimizers[0]).stages.append(stage)
-    seen = record(optimizers[0])
-    for number in range(2):
-        set_gradients(number, parameters, plain)
-        for optimizer in optimizers:
-            optimizer.step()
-    for one, other in zip(parameters, plain, strict=True):
-        torch.testing.assert_close(local(one), other.detach())
-        assert optimizers[0].state[one]["step"] == 2
-    assert seen == [[[torch.Tensor], [nn.Parameter]]] * 2, "the last, on the host, is stepped apart"
+def test_step_by_device_makes_a_group_for_each_device():
+    on_cpu = [nn.Parameter(torch.ones(2)) for _ in range(4)]
+    mixed = [nn.Parameter(torch.ones(2).as_subclass(There) if number % 2 else torch.ones(2)) for number in range(4)]
+    for parameter in (*on_cpu, *mixed):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([{"params": mixed[:3], "lr": 1e-2}, {"params": mixed[3:], "lr": 1e-3}], foreach=True)
+    step_by_device(optimizer, mixed[::2])
+    assert groups_stepped(optimizer) == [(2, 1e-2, False, True), (1, 1e-2, True, None), (1, 1e-3, True, None)]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [3, 1] and len(optimizer.state) == 4
+    on_one_device = torch.optim.SGD(on_cpu, lr=0.1, foreach=True)
+    step_by_device(on_one_device)
+    assert groups_stepped(on_one_device) == [(4, 0.1, True, None)]
+
+
+# ---- what the planner is told
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "states"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}, 3),
+        (torch.optim.SGD, {"lr": 0.1}, 0),
+        (torch.optim.Adagrad, {}, 1),
+        (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}, 3),
+    ],
+)
+def test_spec_of_optimizer_counts_the_states_that_torch_keeps(cls, options, states):
+    parameter = torch.nn.Parameter(torch.ones(7))
+    optimizer = cls([parameter], **options)
+    parameter.grad = torch.ones(7)
+    optimizer.step()
+    kept = sum(1 for value in optimizer.state[parameter].values() if torch.is_tensor(value) and value.numel() == 7)
+    assert spec_of_optimizer(optimizer, device_type="cpu").states == states == kept
+
+
+@pytest.mark.parametrize(
+    ("options", "device_type", "step"),
+    [
+        ({}, "cpu", OptimizerStep.FOR_LOOP),
+        ({}, "cuda", OptimizerStep.FOREACH),
+        ({"fused": True}, "cpu", OptimizerStep.FUSED),
+        ({"foreach": True}, "cpu", OptimizerStep.FOREACH),
+        ({"foreach": False}, "cuda", OptimizerStep.FOR_LOOP),
+    ],
+)
+def test_spec_of_optimizer_says_how_the_step_runs(options, device_type, step):
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], **options)
+    found = spec_of_optimizer(optimizer, device_type=device_type)
+    assert found.step is step
+    if not options:
+        assert spec_of_optimizer(None, device_type=device_type) == found
+        assert spec_of_trainer_name("adamw_torch", device_type=device_type) == found

@@ -1,4 +1,4 @@
-"""`hf-osdp config` writes what accelerate and hf_osdp read; `run` hands a script to accelerate's launcher."""
+"""`hf-osdp config` writes what accelerate reads, `run` starts its launcher, and `profile` measures."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import sys
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
+from transformers import GPT2Config
 from typer.testing import CliRunner
 
 from hf_osdp.cli.app import app
+from hf_osdp.planner.profile import Profile
+from tests.helpers.distributed import run_ranks
 
 
 def call(*arguments: object):
@@ -57,3 +60,32 @@ def test_run_starts_the_launcher_with_the_script_and_its_arguments(tmp_path, mon
     assert call("run", "train.py", "--config", "mine", "--lr", "1").exit_code == 0
     words = "-m accelerate.commands.launch --config_file osdp.yaml -m hf_osdp.run train.py --config mine --lr 1"
     assert started == [(sys.executable, [sys.executable, *words.split()])]
+
+
+PROFILE = ("profile", "--device", "cpu", "--seconds", "0.1")
+
+
+def test_profile_times_a_model_and_writes_a_readable_file(tmp_path):
+    model, out = tmp_path / "tiny", tmp_path / "p.json"
+    GPT2Config(n_layer=4, n_embd=20, n_head=4, vocab_size=61, n_positions=16).save_pretrained(model)
+    sizes = "--sequence-length 12 --micro-batch-sizes 1,2 --precision bf16"
+    done = call(*PROFILE, model, *sizes.split(), "--output", out)
+    assert done.exit_code == 0, done.output
+    profile = Profile.load(out)
+    assert profile.micro_batch_sizes == (1, 2)
+    assert {s.compute_dtype.value for s in profile.segments} == {"bfloat16"}
+    assert "GPT2Block" in done.output and str(out.name) in done.output
+    assert max(map(len, done.output.splitlines())) <= 100
+
+
+def profile_here(output: str) -> str:
+    return call(*PROFILE, "--output", output).output
+
+
+@pytest.mark.slow
+def test_profile_under_a_launcher_comes_from_rank_zero(tmp_path):
+    out = tmp_path / "p.json"
+    first, second = run_ranks(profile_here, 2, str(out), init=False)
+    assert "all-gather" in first and "FSDP2's own work" in first
+    assert second == ""
+    assert Profile.load(out).hardware.world_size == 2
