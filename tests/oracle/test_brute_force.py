@@ -26,6 +26,7 @@ from hf_osdp.planner.hardware import Backend, Hardware, HostSpec
 from hf_osdp.planner.optimizers import ADAFACTOR
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.search.strategies import batches, search_spaces
+from hf_osdp.planner.search.timeline import SHORT_ROW, BatchCosts, build_timeline
 from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.wire import WireFormat
 from tests.helpers.descriptions import at_random, with_frozen
@@ -184,6 +185,57 @@ def test_search_equals_brute_force_where_matrices_are_gathered(seed):
     )
     job = TrainingJob(global_batch_size=hardware.world_size, recompute=False, optimizer=optimizer)
     check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)
+
+
+def row_of(seed: int, blocks: int) -> ModelDescription:
+    """A root and equal blocks in a row; the root may come before and after."""
+    small = at_random(seed, kinds=1, blocks=1)
+    root, block = small.units
+    units = [
+        replace(block, fqn=f"b{i}", parameters=tuple(replace(p, name=f"b{i}.{p.name}") for p in block.parameters))
+        for i in range(blocks)
+    ]
+    segments = [
+        part for segment in small.segments
+        for part in ([replace(segment, unit=1 + i) for i in range(blocks)] if segment.unit == 1 else [segment])
+    ]  # fmt: skip
+    return replace(small, units=(root, *units), segments=tuple(segments))
+
+
+def plans_by_rule(description: ModelDescription, hardware: Hardware, job: TrainingJob):
+    """Peak and step time of every plan in which backward meets the options of equal units in their order."""
+    (batch,) = batches(job, hardware.world_size)
+    asked = problem(description, hardware, job)
+    (space,) = search_spaces(asked, batch)
+    groups = [group for group in build_timeline(BatchCosts(asked, batch), space).groups if 0 not in group.units]
+    assert max(len(group.units) for group in groups) > 1, "the rule has nothing to lay out"
+    rows = [itertools.combinations_with_replacement(group.options, len(group.units)) for group in groups]
+    for root, *parts in itertools.product(space[0], *rows):
+        taken = {
+            unit: option.layout
+            for group, options in zip(groups, parts, strict=True)
+            for unit, option in zip(reversed(group.units), options, strict=True)
+        }
+        layouts = [root, *(taken[unit] for unit in sorted(taken))]
+        memory = estimate_memory(description, layouts, hardware.world_size, job, batch)
+        yield memory.on(hardware), estimate_time(description, layouts, hardware, job, batch).step_s
+
+
+@pytest.mark.parametrize("seed", slow_but(range(40), daily=(5, 7)))
+def test_plan_of_a_long_row_is_optimal_by_the_rule(seed):
+    """In rows of more than SHORT_ROW equal units; another order may be faster."""
+    dice = random.Random(seed)
+    hardware = toy_hardware(
+        1, 2, intra=(1e-6, dice.choice([1e7, 1e8])), backend=dice.choice(list(Backend)), margin=0.0
+    )
+    job = TrainingJob(
+        global_batch_size=2 * dice.choice([1, 2]), micro_batch_size=1,
+        reduce_every_micro_step=dice.choice([True, False]), precision=Precision.named(dice.choice(["no", "bf16"])),
+        optimizer=OptimizerSpec(states=dice.choice([0, 2]), step=dice.choice(list(OptimizerStep))),
+    )  # fmt: skip
+    # where compute overlaps, the first block has another window
+    description = row_of(seed, SHORT_ROW + 2 if hardware.backend.overlaps else SHORT_ROW + 1)
+    check_against(list(plans_by_rule(description, hardware, job)), description, hardware, job, dice)
 
 
 # Before the level between two moments could exceed the limit, instances 1 and 11 got a slower plan, or none.
