@@ -1,6 +1,5 @@
 """Under `simplicity`, the plan has the least sum of step time and prices of all plans of the fastest one's layouts."""
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -8,10 +7,8 @@ import pytest
 from hf_osdp.planner.cost.units import shape_ids
 from hf_osdp.planner.decision import meshes_of
 from hf_osdp.planner.search.search import search
-from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, TrainingJob
-from tests.helpers.descriptions import at_random
 from tests.helpers.problems import problem
-from tests.oracle.test_brute_force import every_layouts, instance, small_hardware
+from tests.oracle.test_brute_force import every_layouts, instance, of_many_ranks
 
 
 def structures_of(description) -> list:
@@ -49,17 +46,6 @@ def check(description, hardware, job, dice) -> bool:
             assert (result.plan == fastest.plan) is (not result.plan.simplified)
             simpler |= bool(result.plan.simplified)
     return simpler
-
-
-def of_many_ranks(seed: int):
-    """Two kinds of blocks on 6 or 8 ranks, whose plans mix meshes."""
-    dice = random.Random(seed)
-    nodes, per_node = dice.choice([(1, 6), (1, 8), (2, 4)])
-    hardware = replace(small_hardware(dice), nodes=nodes, devices_per_node=per_node, host=None)
-    hardware = replace(hardware, device=replace(hardware.device, communicator_bytes=dice.choice([0, 300])))
-    optimizer = OptimizerSpec(states=2, step=OptimizerStep.FOREACH)
-    job = TrainingJob(global_batch_size=hardware.world_size, recompute=False, optimizer=optimizer)
-    return at_random(seed, kinds=2, blocks=2, tied=dice.random() < 0.5), hardware, job, dice
 
 
 TENS = [pytest.param(instance, range(first, first + 10), marks=pytest.mark.slow) for first in range(0, 120, 10)]

@@ -140,6 +140,13 @@ SOME_TERMS = {
     # shards of 24 and 8 bytes; the loop takes two of the larger
     "scratch of foreach": (dict(g=4, job=job_of(step=OptimizerStep.FOREACH)), dict(step_scratch=32)),
     "scratch of a loop": (dict(g=4, job=job_of(step=OptimizerStep.FOR_LOOP)), dict(step_scratch=48)),
+    "one process does not copy gradients": (dict(g=1, world_size=1), dict(unsharded_gradients=128, reduce_copy=0)),
+    "one process adds to gradients in place": (dict(g=1, world_size=1, **HOLDING),
+        dict(gradients_held=128, gradients_after=0, unsharded_gradients=0, reduce_copy=0)),
+    # parameters and gradients in powers of two; what is reduced cannot become the gradient where it lies
+    "host: the device has nothing between steps": (dict(g=4, **AWAY, job=job_of(step=OptimizerStep.FOREACH)),
+        dict(held=0, gradients_after=0, host=2 * (32 + 8) + 64, gathered=128, gather_buffer=128, reduce_input=128,
+            reduce_output=32, step_scratch=0)),
     "host: one process holds whole gradients": (dict(g=1, world_size=1, **AWAY, **HOLDING),
         dict(gradients_held=128, gradients_after=0, gradients_settled=-128, reduce_tail=128)),
     "host: replicas that accumulate": (dict(g=1, **AWAY, **ACCUMULATING), dict(reduced_after=128)),
@@ -157,24 +164,6 @@ SOME_TERMS = {
 def test_unit_bytes_equal_terms_by_hand(asked, wanted):
     found = terms(**asked)
     assert {name: getattr(found, name) for name in wanted} == wanted
-
-
-@pytest.mark.parametrize("hold", [False, True])
-def test_unit_bytes_of_one_process_accumulate_in_place(hold):
-    alone = terms(g=1, world_size=1, hold=hold, batch=THRICE)
-    accumulated = dict(gradients_held=128, gradients_after=0, unsharded_gradients=0, reduce_copy=0)
-    assert alone == replace(REPLICATED, **accumulated)
-    assert terms(g=1, world_size=1) == replace(REPLICATED, reduce_copy=0)
-
-
-@pytest.mark.parametrize(("g", "pinned"), [(1, 128 + 32), (2, 64 + 16), (4, 32 + 8)])
-def test_unit_bytes_on_host_leave_the_device_whole(g, pinned):
-    here, there = terms(g), terms(g, on_host=True)
-    assert (there.held, there.gradients_after) == (0, 0)
-    assert (here.host, there.host) == (0, 2 * pinned + here.optimizer), "parameters and gradients in powers of two"
-    assert (there.gathered, there.gather_buffer, there.reduce_input) == (128, 128 if g > 1 else 0, 128)
-    assert there.reduce_output == 128 // g, "what is reduced cannot become the gradient where it lies"
-    assert terms(g, on_host=True, job=job_of(step=OptimizerStep.FOREACH)).step_scratch == 0, "the host takes the step"
 
 
 @pytest.mark.parametrize(("shape", "ranks", "dim"), [
