@@ -55,11 +55,11 @@ def transformer(
     embedding = Segment(
         unit=0, saved_bytes=Affine(per_sample=token), forward=_phase(0, 2 * token), backward=_phase(0, 2 * token)
     )
-    middles = (_segment(middle, unit=2 + i) for i in range(layers))
+    middles = (replace(middle, unit=2 + i) for i in range(layers))
     return ModelDescription(
         model_name="transformer", model_class="Transformer", block_classes=("Block",), compute_dtype=dtype,
         sequence_length=sequence_length, input_bytes=Affine(per_sample=16 * sequence_length),
-        units=(root, tied, *blocks), segments=(_segment(embedding, unit=1), *middles, _segment(head, unit=1)),
+        units=(root, tied, *blocks), segments=(replace(embedding, unit=1), *middles, replace(head, unit=1)),
     )  # fmt: skip
 
 
@@ -92,11 +92,11 @@ def at_random(
         shapes, segment = made[index * kinds // blocks]
         shapes = {f"b{index}.{name}": shape for name, shape in shapes.items()}
         units.append(_unit(f"b{index}", GatherSpan.USE, shapes, DType.FLOAT32))
-        segments.append(_segment(segment, unit=len(units) - 1))
+        segments.append(replace(segment, unit=len(units) - 1))
         if recomputable:
             kind = index * kinds // blocks
             sent, last = ({"own_saved_bytes": size, "sent_bytes": size} for size in (own[kind], own[kind - 1]))
-            others = (replace(_segment(way, unit=len(units) - 1), **sent) for way in again[kind])
+            others = (replace(way, unit=len(units) - 1, **sent) for way in again[kind])
             segments[-1] = replace(segments[-1], recomputed=ways(*others), **last)
         if dice.random() < 0.1:
             segments.append(_random_segment(dice, 0))
@@ -174,7 +174,3 @@ def _phase(constant: int, per_sample: int, flops: int = 0, traffic: int = 0) -> 
         matmul_flops=Affine(per_sample=flops),
         traffic_bytes=Affine(per_sample=traffic),
     )
-
-
-def _segment(segment: Segment, *, unit: int) -> Segment:
-    return replace(segment, unit=unit)

@@ -63,11 +63,17 @@ _BERT = transformers.BertConfig(
 )  # fmt: skip
 _T5 = transformers.T5Config(d_model=256, d_kv=64, d_ff=512, num_layers=2, num_decoder_layers=2, num_heads=4)
 _T5.vocab_size = 2000
+_WIDE = {"hidden_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 16, "vocab_size": 1000}
+_WIDE["max_position_embeddings"] = 1024
 _MODELS = {
     "gpt2": _gpt2(4), "bert": _BERT, "llama": _llama(4, 256, 688, 2, 8000), "t5": _T5,
     "dropout": _gpt2(3, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1),
     "small gpt2": _gpt2(2, n_positions=128, vocab_size=2000), "small llama": _llama(2, 256, 688, 2, 4000),
     "frozen": _llama(3, 512, 2048, 4, 500),
+    "wide gpt2": transformers.GPT2Config(n_embd=1024, n_layer=3, n_head=16, n_positions=1024, vocab_size=1000),
+    "wide llama": transformers.LlamaConfig(**_WIDE, intermediate_size=2816, num_key_value_heads=4),
+    "wide bert": transformers.BertConfig(**_WIDE, intermediate_size=4096),
+    "wide t5": transformers.T5Config(d_model=1024, d_ff=4096, num_layers=2, num_heads=16, d_kv=64, vocab_size=1000),
 }  # fmt: skip
 _AUTO = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
 
@@ -75,7 +81,7 @@ _AUTO = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModel
 @lru_cache
 def built(name: str) -> nn.Module:
     """Return a model on the meta device; of `frozen`, norms and embedding alone are trained."""
-    model = build_on_meta(_MODELS[name], auto_class=_AUTO.get(name, transformers.AutoModelForCausalLM))
+    model = build_on_meta(_MODELS[name], auto_class=_AUTO.get(name.split()[-1], transformers.AutoModelForCausalLM))
     if name == "frozen":
         for parameter_name, parameter in model.named_parameters():
             parameter.requires_grad_("norm" in parameter_name or "embed" in parameter_name)
@@ -105,6 +111,8 @@ class Trial:
     split: ModelSplit = WHOLE_BLOCKS
     checkpointing: bool = False
     activations: tuple[Activations, ...] = (Activations.SAVE,)
+    turn: int | None = None
+    """Number of the way to recompute, or none, that the first block takes; the others take the ways in turn."""
     on_host: tuple[bool, ...] = (False,)
     hold: tuple[bool, ...] = (False,)
     states_on_host: tuple[bool, ...] = (False,)
@@ -126,8 +134,8 @@ class Trial:
         return _described(
             self.model, sequence_length=self.length, compute_dtype=self._precision.compute,
             autocast=self._precision.autocast, device_type=self.device_type, split=self.split,
-            activation_checkpointing=self.checkpointing, partial_recomputation=False,
-            recomputation=any(activations is not Activations.SAVE for activations in self.activations),
+            activation_checkpointing=self.checkpointing, partial_recomputation=self.turn is not None,
+            recomputation=self.turn is not None or self.activations != (Activations.SAVE,),
         )  # fmt: skip
 
     @property
@@ -156,8 +164,12 @@ class Trial:
                 states_on_host=bool(states and unit.trainable_numel and not away),
                 **{name: wire for name, wire in wires.items() if sends_to[name] > 1},
             )  # fmt: skip
-        for turn, index in enumerate(sorted(description.recomputable)):
-            found[index] = replace(found[index], activations=self.activations[turn % len(self.activations)])
+        for number, index in enumerate(sorted(description.recomputable)):
+            choices = self.activations
+            if self.turn is not None:
+                ways = (*description.recomputations[index], None)
+                number, choices = number + self.turn, tuple(Activations(recomputation=way) for way in ways)
+            found[index] = replace(found[index], activations=choices[number % len(choices)])
         missing = set(self.activations) - {layout.activations for layout in found} - {Activations.SAVE}
         assert not missing, "the case is not what it is called"
         return found

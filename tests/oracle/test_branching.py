@@ -108,16 +108,6 @@ def test_pattern_of_a_plan_refuses_no_plan_with_it(seed):
             assert cost <= found.objective * steps(timeline) * (1 + 1e-6)
 
 
-def test_classes_follow_one_another_in_backward():
-    sizes = set()
-    for seed in (0, 5):
-        for group in rows(question(seed)[0].timeline).values():
-            numbers = list(Pattern.undecided(group).classes.values())
-            assert numbers == sorted(numbers) and numbers[0] == 0
-            sizes.add(max(numbers) + 1)
-    assert max(sizes) > 1
-
-
 @pytest.mark.parametrize("times_the_least", [1.3, 2.0])
 def test_no_plan_costs_less_than_bound_and_its_options(times_the_least):
     """Groups of equal units share options, but not what these add."""
@@ -141,7 +131,7 @@ def test_no_plan_costs_less_than_bound_and_its_options(times_the_least):
         assert relaxed.bound + taken <= found.objective * steps(timeline) * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("hidden", [16, 64, 512])
+@pytest.mark.parametrize("hidden", [16, 512])
 def test_limit_met_exactly_is_met_at_any_size(hidden):
     """No solver takes a limit without room, of KiB or of GiB beside counts of units, for one that cannot be met."""
     description = transformer(layers=2, hidden=hidden, vocabulary=500, sequence_length=32)

@@ -26,6 +26,7 @@ from hf_osdp.planner.hardware import Backend, Hardware, HostSpec
 from hf_osdp.planner.optimizers import ADAFACTOR
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.search.strategies import batches, search_spaces
+from hf_osdp.planner.search.timeline import SHORT_ROW, BatchCosts, build_timeline
 from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.wire import WireFormat
 from tests.helpers.descriptions import at_random, with_frozen
@@ -104,17 +105,16 @@ def instance(seed: int):
 # floor needs more than another; in 211 and 241 the most frugal choices take more of the host's memory than there is.
 @pytest.mark.parametrize("seed", slow_but(range(INSTANCES), daily=[*SAMPLE, 50, 114, 185, 211, 241, 280, 289]))
 def test_search_equals_brute_force(seed):
-    description, hardware, job, dice = instance(seed)
-    plans = list(every_plan(description, hardware, job))
+    check(*instance(seed))
+
+
+def check(description, hardware, job, dice, plans_of=every_plan) -> None:
+    """Hold searches against all plans, at four limits and where nothing fits."""
+    plans = list(plans_of(description, hardware, job))
     if not plans:  # the host has too little memory for all states, which are to lie there
         with pytest.raises(HardwareError):
             search(problem(description, hardware, job, 10**9))
         return
-    check_against(plans, description, hardware, job, dice)
-
-
-def check_against(plans, description, hardware, job, dice) -> None:
-    """Hold searches against all plans, at four limits and where nothing fits."""
     peaks = sorted({peak for peak, _ in plans})
     limits = {peaks[0], dice.choice(peaks), peaks[len(peaks) // 3], dice.randint(peaks[0], peaks[-1])}
     for needed in limits:
@@ -128,12 +128,8 @@ def check_against(plans, description, hardware, job, dice) -> None:
     assert caught.value.least_peak_bytes == hardware.limit_for(peaks[0])
 
 
-MIXED = 160
-"""Instances of 6 to 16 ranks, whose plans mix meshes."""
-
-
-@pytest.mark.parametrize("seed", slow_but(range(MIXED), daily=(2, 3, 4, 8, 10)))
-def test_search_equals_brute_force_where_communicators_take_memory(seed):
+def of_many_ranks(seed: int):
+    """Ranks that take many meshes, whose communicators may take memory."""
     dice = random.Random(seed)
     nodes, per_node = dice.choice([(1, 6), (1, 8), (2, 4), (4, 2), (2, 8), (1, 12)])
     hardware = replace(small_hardware(dice), nodes=nodes, devices_per_node=per_node, host=None)
@@ -142,8 +138,12 @@ def test_search_equals_brute_force_where_communicators_take_memory(seed):
     hardware = replace(hardware, device=replace(hardware.device, **reserved))
     optimizer = OptimizerSpec(states=2, step=OptimizerStep.FOREACH)
     job = TrainingJob(global_batch_size=hardware.world_size, recompute=False, optimizer=optimizer)
-    description = at_random(seed, kinds=2, blocks=2, tied=dice.random() < 0.5)
-    check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)
+    return at_random(seed, kinds=2, blocks=2, tied=dice.random() < 0.5), hardware, job, dice
+
+
+@pytest.mark.parametrize("seed", slow_but(range(160), daily=(2, 3, 4, 8, 10)))
+def test_search_equals_brute_force_where_communicators_take_memory(seed):
+    check(*of_many_ranks(seed))
 
 
 @pytest.mark.parametrize("seed", slow_but(range(80), daily=(0, 1, 2, 4, 6, 9)))
@@ -156,7 +156,7 @@ def test_search_equals_brute_force_where_fewer_bits_may_be_sent(seed):
     job = replace(job, communication=dice.choice(list(WireFormat)))
     job = replace(job, precision=Precision.named(dice.choice(["no", "bf16"])))
     description = at_random(seed, kinds=1, blocks=2 if nodes * per_node < 4 else 1, tied=dice.random() < 0.5)
-    check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)
+    check(description, hardware, job, dice)
 
 
 @pytest.mark.parametrize("seed", slow_but(range(60), daily=range(1, 6)))
@@ -168,7 +168,7 @@ def test_search_equals_brute_force_where_what_is_trained_stays_whole(seed):
     description = at_random(seed, kinds=2, blocks=3, tied=dice.random() < 0.5)
     units = tuple(with_frozen(unit) if dice.random() < 0.5 else unit for unit in description.units)
     description = replace(description, units=units)
-    check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)
+    check(description, hardware, job, dice)
 
 
 @pytest.mark.parametrize("seed", slow_but(range(60), daily=range(5)))
@@ -183,7 +183,58 @@ def test_search_equals_brute_force_where_matrices_are_gathered(seed):
         states=dice.choice([1, 2]), step=dice.choice(list(OptimizerStep)), loop_scratch=0.0, matrices=given
     )
     job = TrainingJob(global_batch_size=hardware.world_size, recompute=False, optimizer=optimizer)
-    check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)
+    check(description, hardware, job, dice)
+
+
+def row_of(seed: int, blocks: int) -> ModelDescription:
+    """A root and equal blocks in a row; the root may come before and after."""
+    small = at_random(seed, kinds=1, blocks=1)
+    root, block = small.units
+    units = [
+        replace(block, fqn=f"b{i}", parameters=tuple(replace(p, name=f"b{i}.{p.name}") for p in block.parameters))
+        for i in range(blocks)
+    ]
+    segments = [
+        part for segment in small.segments
+        for part in ([replace(segment, unit=1 + i) for i in range(blocks)] if segment.unit == 1 else [segment])
+    ]  # fmt: skip
+    return replace(small, units=(root, *units), segments=tuple(segments))
+
+
+def plans_by_rule(description: ModelDescription, hardware: Hardware, job: TrainingJob):
+    """Peak and step time of every plan in which backward meets the options of equal units in their order."""
+    (batch,) = batches(job, hardware.world_size)
+    asked = problem(description, hardware, job)
+    (space,) = search_spaces(asked, batch)
+    groups = [group for group in build_timeline(BatchCosts(asked, batch), space).groups if 0 not in group.units]
+    assert max(len(group.units) for group in groups) > 1, "the rule has nothing to lay out"
+    rows = [itertools.combinations_with_replacement(group.options, len(group.units)) for group in groups]
+    for root, *parts in itertools.product(space[0], *rows):
+        taken = {
+            unit: option.layout
+            for group, options in zip(groups, parts, strict=True)
+            for unit, option in zip(reversed(group.units), options, strict=True)
+        }
+        layouts = [root, *(taken[unit] for unit in sorted(taken))]
+        memory = estimate_memory(description, layouts, hardware.world_size, job, batch)
+        yield memory.on(hardware), estimate_time(description, layouts, hardware, job, batch).step_s
+
+
+@pytest.mark.parametrize("seed", slow_but(range(40), daily=(7,)))
+def test_plan_of_a_long_row_is_optimal_by_the_rule(seed):
+    """In rows of more than SHORT_ROW equal units; another order may be faster."""
+    dice = random.Random(seed)
+    hardware = toy_hardware(
+        1, 2, intra=(1e-6, dice.choice([1e7, 1e8])), backend=dice.choice(list(Backend)), margin=0.0
+    )
+    job = TrainingJob(
+        global_batch_size=2 * dice.choice([1, 2]), micro_batch_size=1,
+        reduce_every_micro_step=dice.choice([True, False]), precision=Precision.named(dice.choice(["no", "bf16"])),
+        optimizer=OptimizerSpec(states=dice.choice([0, 2]), step=dice.choice(list(OptimizerStep))),
+    )  # fmt: skip
+    # where compute overlaps, the first block has another window
+    description = row_of(seed, SHORT_ROW + 2 if hardware.backend.overlaps else SHORT_ROW + 1)
+    check(description, hardware, job, dice, plans_by_rule)
 
 
 # Before the level between two moments could exceed the limit, instances 1 and 11 got a slower plan, or none.
@@ -210,7 +261,7 @@ def test_search_equals_brute_force_where_only_root_gradients_count(seed):
     nothing = dict(saved_bytes=Affine(), gradient_bytes=Affine(), forward=PhaseCost(), backward=PhaseCost())
     segments = tuple(replace(segment, **nothing) for segment in description.segments)
     description = replace(description, units=tuple(units), segments=segments)
-    check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)
+    check(description, hardware, job, dice)
 
 
 def segment_again(unit: int) -> tuple[RecomputedSegment, ...]:

@@ -1,12 +1,17 @@
 """Who communicates with whom, over any world: groups partition the ranks, and cross each other in one rank."""
 
 import numpy as np
+import pytest
+import torch.distributed as dist
 from hypothesis import strategies as st
 
-from hf_osdp.distributed.mesh import NODES_AXIS, REPLICATE_AXIS, SHARD_AXIS, mesh_axes, stage_axes, topology_of
+from hf_osdp.distributed.mesh import NODES_AXIS, REPLICATE_AXIS, SHARD_AXIS, Meshes, mesh_axes, stage_axes, topology_of
 from hf_osdp.errors import HardwareError
 from hf_osdp.planner.cost.collectives import Ring, replicate_ring, shard_ring
+from hf_osdp.planner.decision import UnitDecision
+from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.training_job import divisors
+from tests.helpers.fake_step import fake_process_group
 from tests.helpers.hardware import bare_preset
 from tests.helpers.properties import holds
 
@@ -110,3 +115,23 @@ def test_a_topology_is_equal_nodes_in_order_or_an_error(names):
         assert not in_order or len(set(counts.values())) > 1
     else:
         assert in_order and set(counts.values()) == {found.ranks_per_node} and found.nodes == len(counts)
+
+
+@pytest.mark.parametrize(("world_size", "layouts", "count"), [
+    (2, ((1, 1), (2, 1)), 2), (8, ((1, 1), (2, 1), (8, 1)), 4), (8, ((2, 1), (4, 1)), 5), (8, ((8, 4), (4, 1)), 3),
+    (8, ((4, 2),), 8), (16, ((16, 8), (16, 1), (8, 1), (2, 1)), 5), (16, ((8, 4), (8, 2), (1, 1)), 13),
+    (8, ((1, 1),), 1),
+])  # fmt: skip
+def test_communicators_of_a_plan_are_the_groups_that_its_meshes_form(world_size, layouts, count):
+    units = tuple(
+        UnitDecision(fqn=f"unit{i}", shard_size=shard, stage_size=stage, reshard_after_forward=True)
+        for i, (shard, stage) in enumerate(layouts)
+    )
+    plan = Plan(
+        world_size=world_size, strategy="osdp", units=units, model_fingerprint="x", micro_batch_size=1,
+        accumulation_steps=1,
+    )  # fmt: skip
+    with fake_process_group(world_size):
+        Meshes("cpu").prepare(plan)
+        formed = sum(group.size() > 1 for group in dist.distributed_c10d._world.pg_map)
+    assert plan.communicators == formed == count

@@ -4,12 +4,11 @@ import random
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
-import pytest
 from hypothesis import strategies as st
 
 from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.memory import estimate_memory
-from hf_osdp.planner.cost.moments import SegmentBytes, all_kinds, gathered_ahead, resident_bytes
+from hf_osdp.planner.cost.moments import SegmentBytes, gathered_ahead
 from hf_osdp.planner.cost.units import merged_gradients, unit_bytes
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import GatherSpan, ModelDescription, Segment
@@ -263,10 +262,3 @@ def test_estimate_of_no_unit_is_empty():
     once = Batch(micro_batch_size=1, accumulation_steps=1)
     found = estimate_memory(nothing, [], 2, TrainingJob(global_batch_size=2), once)
     assert (found.host_bytes, found.peak_bytes) == (0, 0)
-
-
-@pytest.mark.parametrize("holds_outputs", [False, True])
-def test_resident_bytes_are_buffers_batch_and_outputs(holds_outputs):
-    description = replace(at_random(0, kinds=1, blocks=1), **RESIDENT)
-    job = TrainingJob(global_batch_size=3, holds_outputs=holds_outputs)
-    assert resident_bytes(description, job, 3, all_kinds) == 13 + 3 * 17 + (3 * 19 if holds_outputs else 0)

@@ -1,6 +1,6 @@
 """Compare the estimated peak memory with that of the real FSDP2 step, simulated on fake tensors.
 
-    python -m tests.simulation [--quick] [--only layouts|ways] [--models NAME ...] [--sample N] [--jobs N] [--csv FILE]
+    python -m tests.simulation [--only layouts|ways] [--sample N] [--jobs N] [--csv FILE]
 
 Thirteen models, worlds of 2, 8 and 64 devices, seven layouts, float32 and bfloat16, with and without activation
 checkpointing; kernels and allocation granularity as on CUDA, dropout as the configurations have it, 4 samples of up to
@@ -25,26 +25,23 @@ from rich.table import Table
 
 from hf_osdp.quantities import format_bytes
 
-from .cases import MODELS, Row, cases, run
+from .cases import MEAN_AIM, UNDER_AIM, WORST_AIM, Row, cases, run, sampled
 
-MEAN_AIM, WORST_AIM, UNDER_AIM = 0.005, 0.03, -0.01
 _HEADER = ("", "cases", "mean error", "most over", "most under", "worst case")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few cases of two models")
     parser.add_argument("--only", choices=("layouts", "ways"), help="only layouts, or only the other ways to fit")
     parser.add_argument("--sample", type=int, metavar="N", help="N of the cases, evenly spread")
-    parser.add_argument("--models", nargs="+", choices=MODELS, help="only these models")
     parser.add_argument("--jobs", type=int, default=1, help="number of processes that simulate at the same time")
     parser.add_argument("--csv", type=Path, help="also write every case to this file, one per line")
     options = parser.parse_args()
-    work = cases(options.quick, options.models, options.only)
+    work = cases(options.only)
     if options.sample is not None and not 1 <= options.sample <= len(work):
         parser.error(f"--sample {options.sample}: there are {len(work)} cases; give a number from 1 to that.")
     if options.sample:
-        work = [work[number * len(work) // options.sample] for number in range(options.sample)]
+        work = sampled(work, options.sample)
     rows = run(work, jobs=options.jobs)
     show("Peak memory, estimate against simulation, by model", rows, lambda row: row.model)
     show("By layout and way to fit", rows, lambda row: row.kind)
@@ -53,12 +50,6 @@ def main() -> int:
     line, met = verdict(rows)
     print(line)
     return 0 if met else 1
-
-
-def _summaries(rows: Sequence[Row], key: Callable[[Row], str]) -> list[tuple[str, ...]]:
-    names = list(dict.fromkeys(key(row) for row in rows))
-    lines = [_summary(name, [row for row in rows if key(row) == name]) for name in names]
-    return [*lines, _summary("all", rows)]
 
 
 def _summary(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
@@ -79,8 +70,9 @@ def show(title: str, rows: Sequence[Row], key: Callable[[Row], str]) -> None:
     table = Table(title=title)
     for number, name in enumerate(_HEADER):
         table.add_column(name, justify="left" if number in (0, 5) else "right")
-    for line in _summaries(rows, key):
-        table.add_row(*line)
+    for part in dict.fromkeys(map(key, rows)):
+        table.add_row(*_summary(part, [row for row in rows if key(row) == part]))
+    table.add_row(*_summary("all", rows))
     Console(width=100).print(table)
 
 

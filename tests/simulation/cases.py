@@ -29,13 +29,13 @@ from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.problem import PlanningProblem, Strategy
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.search.strategies import search_spaces
 from hf_osdp.planner.split import WHOLE_BLOCKS, ModelSplit
 from hf_osdp.planner.training_job import Precision, TrainingJob
 from hf_osdp.tracing.describe import describe
 from tests.helpers.fake_step import simulate
+from tests.helpers.problems import problem
 
 TOKENS, SAMPLES = 512, 4
 MODELS = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text(encoding="utf-8"))
@@ -57,7 +57,7 @@ SPLITS = {
 """Kinds of split, each with its layout and the models that are split this way."""
 WAYS_WORLDS = (8, 64)
 PRECISIONS = ("no", "bf16")
-QUICK = {"models": ("GPT-2 small", "T5 base"), "worlds": (8,), "layouts": ("zero3", "mixed"), "precisions": ("no",)}
+MEAN_AIM, WORST_AIM, UNDER_AIM = 0.005, 0.03, -0.01
 
 
 class PlainModel(nn.Module):
@@ -121,40 +121,38 @@ class Row:
 Case = tuple[Setting, int, str]
 
 
-def cases(quick: bool, models: Sequence[str] | None, only: str | None) -> list[Case]:
-    layouts = [] if only == "ways" else _layout_cases(quick, models)
-    return [*layouts, *([] if quick or only == "layouts" else _ways_cases(models or tuple(MODELS)))]
+def cases(only: str | None = None) -> list[Case]:
+    """Return all cases, or only `layouts` or `ways`."""
+    return [*(_layout_cases() if only != "ways" else ()), *(_ways_cases() if only != "layouts" else ())]
 
 
-def _ways_cases(models: Sequence[str]) -> list[Case]:
+def sampled(work: Sequence[Case], count: int) -> list[Case]:
+    """Return so many of the cases, evenly spread."""
+    return [work[number * len(work) // count] for number in range(count)]
+
+
+def _ways_cases() -> list[Case]:
     whole = [
         (Setting(model=m, precision=p), w, way)
-        for m, p, w, way in itertools.product(models, PRECISIONS, WAYS_WORLDS, WAYS)
+        for m, p, w, way in itertools.product(MODELS, PRECISIONS, WAYS_WORLDS, WAYS)
     ]
     split = [
         (Setting(model=model, precision=precision, split=kind), world, layout)
         for kind, (layout, able) in SPLITS.items()
         for model, precision, world in itertools.product(able, PRECISIONS, WAYS_WORLDS)
-        if model in models
     ]
     return [*whole, *split]
 
 
-def _layout_cases(quick: bool, models: Sequence[str] | None) -> list[Case]:
-    """Return every combination, except HSDP if the world has no group size for it."""
-    names = models or (QUICK["models"] if quick else tuple(MODELS))
-    worlds, layouts, precisions = (
-        (QUICK["worlds"], QUICK["layouts"], QUICK["precisions"]) if quick else (WORLDS, LAYOUTS, PRECISIONS)
-    )
-    settings = (
-        Setting(model=m, precision=p, checkpointing=c)
-        for m, p, c in itertools.product(names, precisions, (False, True))
-    )
+def _layout_cases() -> list[Case]:
+    """Return every combination, except HSDP and two stages if the world has no group size for them."""
     return [
-        (setting, world, layout)
-        for setting, world, layout in itertools.product(settings, worlds, layouts)
+        (Setting(model=model, precision=precision, checkpointing=checkpointing), world, layout)
+        for model, precision, checkpointing, world, layout in itertools.product(
+            MODELS, PRECISIONS, (False, True), WORLDS, LAYOUTS
+        )
         if layout not in ("hsdp", "two_stage") or world > 2
-    ]  # fmt: skip
+    ]
 
 
 def run(work: Sequence[Case], *, jobs: int) -> list[Row]:
@@ -169,9 +167,12 @@ def run(work: Sequence[Case], *, jobs: int) -> list[Row]:
 
 def measure(setting: Setting, world: int, layout: str) -> Row:
     started = time.perf_counter()
-    model, description, job = _described(setting, world)
+    model, description = _description(setting)
     batch = Batch(micro_batch_size=SAMPLES, accumulation_steps=3 if layout == "mixed_ways" else 1)
-    job = replace(job, global_batch_size=world * SAMPLES * batch.accumulation_steps)
+    job = TrainingJob(
+        global_batch_size=world * SAMPLES * batch.accumulation_steps, micro_batch_size=SAMPLES,
+        precision=Precision.named(setting.precision),
+    )  # fmt: skip
     plan = Plan.of(
         description, layout_choices(layout, description, job, world), batch, world_size=world, strategy=layout
     )
@@ -193,19 +194,9 @@ def layout_choices(layout: str, description: ModelDescription, job: TrainingJob,
         return _searched(description, job, world)
     if layout in WAYS:
         return _ways_choices(layout, description, job, world)
-    strategy, batch = (
-        Strategy({"zero3": "fsdp", "mixed": "osdp"}.get(layout, layout)),
-        Batch(micro_batch_size=SAMPLES, accumulation_steps=1),
-    )
-    hardware, job = _hardware(world), replace(job, recompute=False)
-    problem = PlanningProblem(
-        description=description,
-        hardware=hardware,
-        job=job,
-        memory_limit_bytes=hardware.device.memory_bytes,
-        strategy=strategy,
-    )
-    spaces = search_spaces(problem, batch)
+    strategy = {"zero3": "fsdp", "mixed": "osdp"}.get(layout, layout)
+    asked = problem(description, _hardware(world), replace(job, recompute=False), strategy=strategy)
+    spaces = search_spaces(asked, Batch(micro_batch_size=SAMPLES, accumulation_steps=1))
     space = spaces[len(spaces) // 2]
     return [
         options[3 * index % len(options)] if layout == "mixed" else options[0] for index, options in enumerate(space)
@@ -244,25 +235,8 @@ def _searched(description: ModelDescription, job: TrainingJob, world: int) -> li
         for name in ("zero3", "ddp")
     ]
     hardware = _hardware(world)
-    result = search(
-        PlanningProblem(
-            description=description,
-            hardware=hardware,
-            job=job,
-            memory_limit_bytes=hardware.limit_for(sum(ends) // 2 + hardware.unavoidable_bytes),
-        )
-    )
-    return list(result.plan.layouts(description))
-
-
-def _described(
-    setting: Setting, world: int
-) -> tuple[transformers.PretrainedConfig | PlainModel, ModelDescription, TrainingJob]:
-    model, description = _description(setting)
-    job = TrainingJob(
-        global_batch_size=SAMPLES * world, micro_batch_size=SAMPLES, precision=Precision.named(setting.precision)
-    )
-    return model, description, job
+    limit = hardware.limit_for(sum(ends) // 2 + hardware.unavoidable_bytes)
+    return list(search(problem(description, hardware, job, limit)).plan.layouts(description))
 
 
 @lru_cache(maxsize=4)

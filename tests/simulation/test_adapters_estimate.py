@@ -9,11 +9,13 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from torch import nn
 from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config
 
 from hf_osdp.modeling.build import build_on_meta, with_lora
 from hf_osdp.modeling.quantized import quantize
 from hf_osdp.planner.cost.evaluate import estimate_plan
+from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planner.training_job import Precision, TrainingJob
@@ -21,7 +23,6 @@ from hf_osdp.tracing.describe import describe
 from tests.helpers.fake_step import simulate
 from tests.helpers.layouts import plan_of
 from tests.helpers.problems import problem
-from tests.helpers.sampling import slow_but
 
 pytest.importorskip("peft", reason="the extra peft is not installed")
 
@@ -36,25 +37,34 @@ MODELS = {
 }  # fmt: skip
 WORST = {("t5", False): 0.02, ("bert", False): 0.0015, ("llama", True): 0.002, ("gpt2", True): 0.002}
 """T5's position bias is charged to the first block. Others: 0.1 %."""
-LIMITS = ("least", "half way", "none")
 KINDS = [*product(MODELS, [False]), ("llama", True), ("gpt2", True)]
-CASES = [(*kind, precision, limit, None) for kind, precision, limit in product(KINDS, ("no", "bf16"), LIMITS)]
-DAILY = [("llama", True, "bf16", "half way", 2)]
+LIMITS = ("least", "half way", "none")
+CASES = [(*kind, precision, limit) for kind, precision, limit in product(KINDS, ("no", "bf16"), LIMITS)]
 
 
-@pytest.mark.parametrize(("name", "in_4_bits", "precision", "limit", "layers"), slow_but([*DAILY, *CASES], DAILY))
-def test_peak_with_adapters(name, in_4_bits, precision, limit, layers):
-    config, hardware, compute = copy.deepcopy(MODELS[name]), HARDWARE[in_4_bits], Precision.named(precision)
-    if layers:
-        config.num_hidden_layers = layers
+def described(name: str, in_4_bits: bool, job: TrainingJob, **sizes: int) -> tuple[nn.Module, ModelDescription]:
+    """The model with adapters, and its description."""
+    config, compute = copy.deepcopy(MODELS[name]), job.precision.compute
+    config.update(sizes)
     model = build_on_meta(config)
     if in_4_bits:
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed; pip install 'hf_osdp[bnb]'")
-        quantize(model, "nf4", compute.compute)
+        quantize(model, "nf4", compute)
     model = with_lora(model, 8, ("c_attn",) if name == "gpt2" and not in_4_bits else ())
-    description = describe(model, sequence_length=TOKENS, compute_dtype=compute.compute, device_type="cuda")
-    samples = SAMPLES * hardware.world_size
-    job = TrainingJob(global_batch_size=samples, micro_batch_size=SAMPLES, precision=compute)
+    return model, describe(model, sequence_length=TOKENS, compute_dtype=compute, device_type="cuda")
+
+
+def job_of(ranks: int, precision: str) -> TrainingJob:
+    batch = {"global_batch_size": SAMPLES * ranks, "micro_batch_size": SAMPLES}
+    return TrainingJob(**batch, precision=Precision.named(precision))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "in_4_bits", "precision", "limit"), CASES)
+def test_peak_with_adapters(name, in_4_bits, precision, limit):
+    hardware = HARDWARE[in_4_bits]
+    job = job_of(hardware.world_size, precision)
+    model, description = described(name, in_4_bits, job)
     ends = [least_memory(problem(description, hardware, job, strategy=strategy)) for strategy in ("osdp", "ddp")]
     most = {"least": ends[0], "half way": sum(ends) // 2, "none": 2**40}[limit]
     found = search(problem(description, hardware, job, most))
@@ -64,14 +74,8 @@ def test_peak_with_adapters(name, in_4_bits, precision, limit, layers):
 
 def test_peak_of_a_replicated_block_in_4_bits_beside_shards():
     """FSDP2 leaves packed weights of replicated blocks alone."""
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed; pip install 'hf_osdp[bnb]'")
-    config, compute = copy.deepcopy(MODELS["llama"]), Precision.named("bf16")
-    config.num_hidden_layers = 2
-    model = build_on_meta(config)
-    quantize(model, "nf4", compute.compute)
-    model = with_lora(model, 8)
-    description = describe(model, sequence_length=TOKENS, compute_dtype=compute.compute, device_type="cuda")
-    job = TrainingJob(global_batch_size=SAMPLES * 4, micro_batch_size=SAMPLES, precision=compute)
+    job = job_of(4, "bf16")
+    model, description = described("llama", True, job, num_hidden_layers=2)
     plan = plan_of(description.units, 4, "zero3", reduce_every_micro_step=False)
     layouts = [replace(one, shard_size=1) if one.fqn.endswith("layers.0") else one for one in plan.units]
     plan = replace(plan, units=tuple(layouts), micro_batch_size=SAMPLES, sequence_length=TOKENS)

@@ -39,7 +39,7 @@ def measured(name: str, **options) -> Profile:
     return Profile(hardware=preset("cpu"), segments=segments)
 
 
-@pytest.mark.parametrize("name", slow_but(CONFIGS, daily=("gpt2", "llama")))
+@pytest.mark.parametrize("name", slow_but(CONFIGS, daily=("llama",)))
 def test_block_times_hold_every_segment_of_the_whole_model(name):
     state = torch.get_rng_state()
     profile = measured(name)

@@ -24,10 +24,7 @@ SLOW_INSIDE = machine(nodes=2, inside_bytes_per_s=1e7)
 LAPS = {
     "all-gather": (machine(), GATHER, shard_ring, 4, N, ONE_LAP),
     "reduce-scatter": (machine(), SCATTER, shard_ring, 4, N, ONE_LAP),
-    "of two": (machine(), SCATTER, shard_ring, 2, N, INSIDE + 1 / 2 * N * 1e-9),
     "all-reduce is two laps": (machine(), REDUCE, replicate_ring, 1, N, 2 * ONE_LAP),
-    "under gloo": (machine(backend=Backend.GLOO), REDUCE, replicate_ring, 1, N, 2 * ONE_LAP),
-    "a group inside a node": (TWO, GATHER, shard_ring, 4, N, ONE_LAP),
     "a group over two nodes": (TWO, GATHER, shard_ring, 8, N, 5 * INSIDE + 2 * OUTSIDE + 7 / 8 * N * 1e-8),
     "where the inner link is slower": (SLOW_INSIDE, GATHER, shard_ring, 8, N,
         5 * INSIDE + 2 * OUTSIDE + 7 / 8 * N * 1e-7),

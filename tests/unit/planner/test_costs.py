@@ -78,11 +78,7 @@ def test_unit_bytes_of_replicated_sharded_and_staged_units(chosen, wanted):
 
 HOLDING, ACCUMULATING, AWAY = dict(hold=True, batch=THRICE), dict(batch=THRICE), dict(on_host=True)
 SOME_TERMS = {
-    "sharded over a group": (dict(g=2),
-        dict(parameters=64, optimizer=128, gradients_after=64, gathered=128, gather_buffer=128)),
     "kept: nothing is prefetched": (dict(g=4, keep=True), dict(kept=128, prefetched=0, held=32 + 64)),
-    "freed: a buffer is": (dict(g=2), dict(kept=0, prefetched=128)),
-    "replicated: nothing to gather": (dict(g=1), dict(gathered=0, prefetched=0, copies=0)),
     # reduced in float32, in which it is stored
     "replicated in bf16: a copy, and gradients of it": (dict(g=1, job=job_of("bf16")),
         dict(copies=64, held=128 + 256 + 64, unsharded_gradients=64, reduce_copy=128, gradients_after=128)),
@@ -90,8 +86,6 @@ SOME_TERMS = {
         dict(copies=64, gradients_held=128, gradients_after=0, unsharded_gradients=64, reduce_copy=64)),
     "replicated: autograd adds later gradients": (dict(g=1, **ACCUMULATING),
         dict(gradients_held=128, gradients_after=0, unsharded_gradients=0, reduce_copy=0)),
-    "replicated: stored in bf16": (dict(g=1, unit=IN_BF16, job=job_of("bf16")),
-        dict(copies=0, unsharded_gradients=64, reduce_copy=64, gradients_after=64)),
     "replicated: frozen parameters are copied": (dict(g=1, unit=FROZEN, job=job_of("bf16")),
         dict(copies=64, unsharded_gradients=16, reduce_copy=32)),
     "replicated root: reduced at the end": (dict(g=1, unit=ROOT), dict(at_end=True, managed=False)),
@@ -104,14 +98,12 @@ SOME_TERMS = {
             unsharded_gradients=120),
     ),
     "reduce buffer padded to 2": (dict(g=2, unit=TEN_ROWS), dict(reduce_tail=120, reduce_input=120)),
-    "reduce buffer padded to 4": (dict(g=4, unit=TEN_ROWS), dict(reduce_tail=144, reduce_input=144)),
     "fewer rows than ranks: one on rank 0": (dict(g=4, unit=unit_of(parameter("w", 2, 5))), dict(parameters=20)),
     "two experts on four ranks: their other dimension": (
         dict(g=4, unit=STACK),
         dict(parameters=48 + 8, optimizer=112, gradients_after=56, gathered=224, gather_buffer=224, reduce_input=224,
             copy_out=192, cast_buffer=192, reduce_copy=192, last_gradient=32 + 192),
     ),
-    "two experts on two ranks": (dict(g=2, unit=STACK), dict(parameters=112, copy_out=0, reduce_copy=0)),
     "experts alone: the last gradient is the one that is copied": (dict(g=4, unit=unit_of(parameter("w", 2, 8, 3))),
         dict(last_gradient=192, reduce_copy=192)),
     # the cast shard is less than what is gathered from it; the float32 output becomes the float32 gradient
@@ -141,27 +133,25 @@ SOME_TERMS = {
         dict(gradients_held=128, gradients_after=0, gradients_settled=32 - 128, unsharded_gradients=0,
             held=32 + 64 + 128),
     ),
-    "whole gradients held: the last is among them": (dict(g=2, **HOLDING), dict(last_gradient=0)),
     "whole gradients held of the root": (dict(g=2, unit=ROOT, **HOLDING), dict(last_gradient=96)),
     "reduced in every micro-step": (dict(g=4, **ACCUMULATING),
         dict(gradients_held=32, gradients_after=0, gradients_settled=0, unsharded_gradients=128, reduce_output=32)),
-    "states of SGD": (dict(g=2, job=job_of(states=0)), dict(optimizer=0)),
     "states of momentum": (dict(g=2, job=job_of(states=1)), dict(optimizer=64)),
     # shards of 24 and 8 bytes; the loop takes two of the larger
     "scratch of foreach": (dict(g=4, job=job_of(step=OptimizerStep.FOREACH)), dict(step_scratch=32)),
     "scratch of a loop": (dict(g=4, job=job_of(step=OptimizerStep.FOR_LOOP)), dict(step_scratch=48)),
-    "host: one process gathers what lies there": (dict(g=1, world_size=1, **AWAY),
-        dict(gathered=128, gather_buffer=0, reduce_input=128, host=576)),
+    "one process does not copy gradients": (dict(g=1, world_size=1), dict(unsharded_gradients=128, reduce_copy=0)),
+    "one process adds to gradients in place": (dict(g=1, world_size=1, **HOLDING),
+        dict(gradients_held=128, gradients_after=0, unsharded_gradients=0, reduce_copy=0)),
+    # parameters and gradients in powers of two; what is reduced cannot become the gradient where it lies
+    "host: the device has nothing between steps": (dict(g=4, **AWAY, job=job_of(step=OptimizerStep.FOREACH)),
+        dict(held=0, gradients_after=0, host=2 * (32 + 8) + 64, gathered=128, gather_buffer=128, reduce_input=128,
+            reduce_output=32, step_scratch=0)),
     "host: one process holds whole gradients": (dict(g=1, world_size=1, **AWAY, **HOLDING),
         dict(gradients_held=128, gradients_after=0, gradients_settled=-128, reduce_tail=128)),
-    "host: replicas keep no more than they held": (dict(g=1, **AWAY, **HOLDING),
-        dict(gradients_held=128, reduced_after=0, gradients_settled=0)),
     "host: replicas that accumulate": (dict(g=1, **AWAY, **ACCUMULATING), dict(reduced_after=128)),
     "host: a gradient comes before it is added": (dict(g=4, **AWAY, **ACCUMULATING), dict(host_moment=24)),
-    "host: nothing to add to": (dict(g=4, **AWAY), dict(host_moment=0)),
-    "host: whole gradients come once": (dict(g=4, **AWAY, **HOLDING), dict(host_moment=0)),
     "host: the sum of replicas comes once": (dict(g=2, **AWAY, **ACCUMULATING), dict(host_moment=0)),
-    "host: shards are less than what is gathered": (dict(g=4, **AWAY), dict(cast_buffer=0)),
     # 96 twice, or 96 and 32 twice, against 128
     "host: replicas come one by one": (dict(g=1, **AWAY), dict(cast_buffer=64)),
     "host: and are there in their own dtype": (dict(g=1, job=job_of("bf16"), **AWAY), dict(cast_buffer=96 + 48 - 64)),
@@ -174,24 +164,6 @@ SOME_TERMS = {
 def test_unit_bytes_equal_terms_by_hand(asked, wanted):
     found = terms(**asked)
     assert {name: getattr(found, name) for name in wanted} == wanted
-
-
-@pytest.mark.parametrize("hold", [False, True])
-def test_unit_bytes_of_one_process_accumulate_in_place(hold):
-    alone = terms(g=1, world_size=1, hold=hold, batch=THRICE)
-    accumulated = dict(gradients_held=128, gradients_after=0, unsharded_gradients=0, reduce_copy=0)
-    assert alone == replace(REPLICATED, **accumulated)
-    assert terms(g=1, world_size=1) == replace(REPLICATED, reduce_copy=0)
-
-
-@pytest.mark.parametrize(("g", "pinned"), [(1, 128 + 32), (2, 64 + 16), (4, 32 + 8)])
-def test_unit_bytes_on_host_leave_the_device_whole(g, pinned):
-    here, there = terms(g), terms(g, on_host=True)
-    assert (there.held, there.gradients_after) == (0, 0)
-    assert (here.host, there.host) == (0, 2 * pinned + here.optimizer), "parameters and gradients in powers of two"
-    assert (there.gathered, there.gather_buffer, there.reduce_input) == (128, 128 if g > 1 else 0, 128)
-    assert there.reduce_output == 128 // g, "what is reduced cannot become the gradient where it lies"
-    assert terms(g, on_host=True, job=job_of(step=OptimizerStep.FOREACH)).step_scratch == 0, "the host takes the step"
 
 
 @pytest.mark.parametrize(("shape", "ranks", "dim"), [
@@ -273,6 +245,8 @@ TIMES = {
         dict(optimizer=0.8 * 3 / 7)),
     "measured, one process": (dict(g=1, hardware=machine(1, fsdp_overhead=OVERHEAD, backend=Backend.GLOO)),
         dict(copy_forward=0, copy_backward=0, optimizer=0.6 + 0.003 * 128)),
+    "measured, frozen: gathered and not reduced": (dict(g=4, unit=unit_of(*FROZEN.parameters[:1]), hardware=MEASURED),
+        dict(copy_forward=1 + 0.1 + 0.120, copy_backward=1 + 0.1 + 0.120, optimizer=0)),
     "the host steps and clips": (dict(g=4, on_host=True, hardware=machine(host=HOST), job=job_of(clips=True)),
         dict(optimizer=10 * 32 / 5e3)),
     "kept from the host: brought once": (dict(g=4, keep=True, on_host=True, hardware=machine(host=HOST)),
@@ -301,11 +275,6 @@ def test_unit_seconds_of_collectives_are_those_of_their_rings(g, precision, gath
     assert found.gather_forward == found.gather_backward == gather_s
     assert found.reduce_scatter == ring_s(Collective.REDUCE_SCATTER, shard_ring(machine(), g), 128)
     assert found.all_reduce == ring_s(Collective.ALL_REDUCE, replicate_ring(machine(), g), 128 // g)
-
-
-def test_unit_seconds_gather_frozen_parameters_and_do_not_reduce_them():
-    frozen = unit_seconds(unit_of(*FROZEN.parameters[:1]), layout(4), MEASURED, job_of())
-    assert frozen.copy_backward == frozen.copy_forward > 0 == frozen.optimizer
 
 
 @pytest.mark.parametrize(("backend", "dispatched"), [(Backend.GLOO, 2 * 2 * 1e-3), (Backend.NCCL, 0.0)])

@@ -45,23 +45,6 @@ def test_neighbouring_blocks_become_units_with_the_same_parameters_and_work(gpt2
     assert [joined.units[s.unit].label for s in joined.segments].count("transformer.h.0-2") == 1
 
 
-def test_peaks_are_those_of_the_blocks_one_after_the_other(gpt2):
-    index = next(i for i, s in enumerate(gpt2.segments) if gpt2.units[s.unit].class_name == "GPT2Block")
-    gradients = gpt2.units[gpt2.segments[index].unit].numel * 4
-    first, second = gpt2.segments[index : index + 2]
-    pairs = grouped(gpt2, 2)
-    joined = next(s for s in pairs.segments if pairs.units[s.unit].label == "transformer.h.0-1")
-    for samples in (1, 2, 7):
-        saved = first.saved_bytes(samples)
-        forward = max(first.forward.peak_bytes.bytes(samples), saved + second.forward.peak_bytes.bytes(samples))
-        assert joined.forward.peak_bytes.bytes(samples) == pytest.approx(forward, abs=2)
-        later = first.backward.peak_bytes.bytes(samples) + gradients - second.saved_bytes(samples)
-        backward = max(second.backward.peak_bytes.bytes(samples), later)
-        assert joined.backward.peak_bytes.bytes(samples) == pytest.approx(backward, abs=2)
-        assert joined.saved_bytes(samples) == saved + second.saved_bytes(samples)
-    assert [one.recomputation for one in joined.recomputed] == [one.recomputation for one in first.recomputed]
-
-
 def test_highest_peak_keeps_that_of_one_sample():
     usual = Envelope(pieces=(Affine(per_sample=4),), single=9)
     assert [Envelope.highest([usual, Envelope(pieces=(Affine(constant=5),))]).bytes(n) for n in (1, 2)] == [9, 8]

@@ -12,7 +12,8 @@ from hf_osdp.planner.optimizers import ADAFACTOR
 from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.strategies import batches, search_spaces
-from hf_osdp.planner.training_job import Precision, TrainingJob
+from hf_osdp.planner.split import ModelSplit, OperatorSplit
+from hf_osdp.planner.training_job import Precision, TrainingJob, divisors
 from tests.helpers.descriptions import transformer, ways, with_frozen
 from tests.helpers.hardware import bare_preset, host_of, toy_hardware
 from tests.helpers.problems import problem
@@ -49,6 +50,15 @@ def test_micro_batch_sizes_fill_the_global_batch_largest_first():
     assert [b.accumulation_steps for b in batches(TrainingJob(global_batch_size=8, micro_batch_size=1), 2)] == [4]
     with pytest.raises(ValueError, match=r"^global_batch_size=3 does not divide by 4 processes; use 4\.$"):
         TrainingJob(global_batch_size=3).micro_batch_sizes(4)
+
+
+@pytest.mark.timeout(20)
+def test_large_numbers_take_no_time():
+    assert len(divisors(2**40)) == 41 and divisors(2**40 - 87)[-1] == 2**40 - 87
+    assert TrainingJob(global_batch_size=2**40).micro_batch_sizes(8)[0] == 2**37
+    names = [OperatorSplit(fqn=f"m{i}", slices=2) for i in range(20_000)]
+    with pytest.raises(ValueError, match="'m7' is split 2 times"):
+        ModelSplit(sliced=(*names, names[7]))
 
 
 def test_precision_names_give_gathered_and_reduced_dtypes():

@@ -12,33 +12,27 @@ from tests.helpers.descriptions import linear_envelope, transformer, ways
 
 SAVE, RECOMPUTE, OFFLOAD, RECOMPUTE_OFFLOAD = Activations.BASIC
 ORDERS = {
-    "head shared: nothing is gathered during the loss": ((1, 0, 2, 3, 0, 1, 0), (None, None, None, 2, 3, 3, None)),
-    "root's head: the last block is gathered during the loss": ((0, 2, 3, 0), (None, None, 2, 3)),
-    "root between blocks": ((0, 2, 0, 3), (None, None, 2, 2)),
-    "shared weights run more often than they have modules": ((1, 2, 1, 3, 1), (None, None, 2, None, 3)),
-    "a shared module that never runs has no place in the order": ((1, 2, 3, 0), (None, None, 2, 3)),
-}
+    "head shared: nothing is gathered during the loss": ("embedding+head", None, (1, 0, 2, 3, 0, 1, 0),
+        (None, None, None, 2, 3, 3, None)),
+    "root's head: the last block is gathered during the loss": ("embedding+head", None, (0, 2, 3, 0),
+        (None, None, 2, 3)),
+    "root between blocks": ("embedding+head", None, (0, 2, 0, 3), (None, None, 2, 2)),
+    "shared weights run more often than they have modules": ("embedding+head", None, (1, 2, 1, 3, 1),
+        (None, None, 2, None, 3)),
+    "a shared module that never runs has no place in the order": ("embedding+head", None, (1, 2, 3, 0),
+        (None, None, 2, 3)),
+    "the last block is a replica": ("embedding", 3, (0, 2, 3, 0, 1, 0), (None, None, 2, 2, 2, None)),
+    "the first block is a replica": ("embedding", 2, (0, 2, 3, 0, 1, 0), (None, None, None, 3, 3, None)),
+    "the embedding is a replica": ("embedding", 1, (0, 2, 3, 0, 1, 0), (None, None, 2, 3, 3, 3)),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("order", "ahead"), ORDERS.values(), ids=ORDERS)
-def test_gathered_ahead_follows_fsdp2s_order_of_forwards(order, ahead):
+@pytest.mark.parametrize(("modules", "replica", "order", "ahead"), ORDERS.values(), ids=ORDERS)
+def test_gathered_ahead_follows_fsdp2s_order_of_forwards_and_skips_a_replica(modules, replica, order, ahead):
     description = transformer(layers=2)
     root, tied, *rest = description.units
-    units = (root, replace(tied, module_names=("embedding", "head")), *rest)
+    units = (root, replace(tied, module_names=tuple(modules.split("+"))), *rest)
     segments = tuple(Segment(unit=unit) for unit in order)
-    found = gathered_ahead(replace(description, units=units, segments=segments), [True] * len(units))
-    assert found == ahead
-
-
-SKIPPING = {3: (None, None, 2, 2, 2, None), 2: (None, None, None, 3, 3, None), 1: (None, None, 2, 3, 3, 3)}
-
-
-@pytest.mark.parametrize(("replica", "ahead"), SKIPPING.items())
-def test_gathered_ahead_skips_a_replica(replica, ahead):
-    description = transformer(layers=2)
-    root, tied, *rest = description.units
-    units = (root, replace(tied, module_names=("embedding",)), *rest)
-    segments = tuple(Segment(unit=unit) for unit in (0, 2, 3, 0, 1, 0))
     managed = [index != replica for index in range(len(units))]
     assert gathered_ahead(replace(description, units=units, segments=segments), managed) == ahead
 

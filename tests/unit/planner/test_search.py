@@ -1,4 +1,4 @@
-"""What a search says beside the plan: bounds, rows of a comparison, why nothing fits."""
+"""What a search says beside the plan: bounds, rows of a comparison, fronts, why nothing fits; sizes nobody has."""
 
 from dataclasses import replace
 
@@ -6,9 +6,12 @@ import pytest
 
 import hf_osdp.planner.search.solver as solver_module
 from hf_osdp.errors import OSDPError
+from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.hardware import Hardware
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.problem import Strategy
-from hf_osdp.planner.search.compare import StrategyResult, as_scripts_run, compare_strategies
+from hf_osdp.planner.search import compare
+from hf_osdp.planner.search.compare import POINTS, StrategyResult, as_scripts_run, compare_strategies, frontier
 from hf_osdp.planner.search.search import _searched, least_memory, search, search_or_floor
 from hf_osdp.planner.training_job import Precision, TrainingJob
 from hf_osdp.quantities import format_bytes
@@ -61,9 +64,8 @@ def test_fsdp_as_it_comes_has_accelerates_reduction_and_jobs_host():
     assert as_scripts_run(replace(asked, job=replace(job, host_offload=True)), recompute=True).job.host_offload
 
 
-@pytest.mark.parametrize("reserved", [0, 12345])
-def test_search_or_floor_gives_a_bound_where_nothing_fits(reserved):
-    hardware = machine(1, 4, reserved=reserved)
+def test_search_or_floor_gives_a_bound_where_nothing_fits():
+    hardware, reserved = machine(1, 4, reserved=12345), 12345
     least = least_memory(problem(MODEL, hardware, JOB))
     floor = search_or_floor(problem(MODEL, hardware, JOB, least - 1))
     assert least_memory(problem(MODEL, machine(1, 4), JOB)) == least - reserved
@@ -103,3 +105,25 @@ def test_search_refuses_a_freed_unit_that_runs_twice():
     for run in (search, search_or_floor, least_memory):
         with pytest.raises(OSDPError, match="Unit 'b0' runs more than once in a forward pass"):
             run(problem(replace(model, segments=(*model.segments, block)), machine(1, 2), JOB))
+
+
+def test_front_rises_from_least_memory_by_fastest_points(monkeypatch):
+    asked, most = [], problem(transformer(layers=4), machine(1, 4), TrainingJob(global_batch_size=32), 2**30)
+    monkeypatch.setattr(compare, "search", lambda problem: asked.append(problem) or search(problem))
+    front = frontier(most)
+    peaks, rates = [r.plan.peak_bytes for r in front], [r.plan.samples_per_s for r in front]
+    assert peaks == sorted(set(peaks)) and rates == sorted(set(rates)) and 3 < len(front) <= len(asked) - 1 == POINTS
+    assert peaks[0] == least_memory(most) and rates[-1] == search(most).plan.samples_per_s
+    for point in front:
+        again = search(replace(most, memory_limit_bytes=point.plan.peak_bytes)).plan
+        assert again.step_s == pytest.approx(point.plan.step_s, rel=2e-7)
+
+
+def test_search_never_solves_for_options_that_no_device_holds():
+    """The solver's whole numbers have 63 bits."""
+    model, job = at_random(3, kinds=1, blocks=3, recomputable=True), TrainingJob(global_batch_size=4)
+    huge = tuple(replace(s, saved_bytes=Affine(per_sample=1e30)) if s.recomputed else s for s in model.segments)
+    least = least_memory(problem(model, machine(1, 1), job))
+    found = search(problem(replace(model, segments=huge), machine(1, 1), job, 2 * least))
+    blocks = [unit for unit in found.plan.units if unit.fqn.startswith("b")]
+    assert blocks and all(unit.activations == Activations.RECOMPUTE for unit in blocks)
