@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 import transformers.trainer
 from torch.utils.data import DataLoader
 from transformers import Trainer as StockTrainer
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from ..checkpoint.writer import on_every_rank
@@ -20,7 +20,7 @@ from ..distributed.stop import StopSignal
 from ..modeling.replaced import replaced
 from ..preparation.config import OSDPConfig
 from ..preparation.plan_run import PlannedRun
-from ..sharding.between_steps import AcrossLayouts, mixing_explained
+from ..sharding.between_steps import mixing_explained
 from ..sharding.environment import prepare_precision
 from ..sharding.state import free_gathered
 from .accelerator import OSDPAccelerator
@@ -36,7 +36,7 @@ from .trainer_arguments import (
     requested_config,
     set_batch,
 )
-from .trainer_checkpoints import StopCallback, TrainerCheckpoints
+from .trainer_checkpoints import Events, TrainerCheckpoints
 from .trainer_facts import job_of_trainer, refuse_changes
 from .trainer_loss import scale_loss
 
@@ -77,6 +77,7 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
         call = inspect.signature(StockTrainer.__init__).bind(self, *args, **kwargs)
         given = call.arguments
         self._run: PlannedRun | None = None
+        self._stop = StopSignal()
         requested = self.__dict__.pop("_osdp_argument", None) if osdp is None else osdp
         self._osdp = requested_config(requested, given.get("args"), on_by_default=self.on_by_default)
         if self._osdp is not None:
@@ -115,9 +116,8 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
             super()._move_model_to_device(self.model, args.device)
         if (factor := rule.factor(self._run.plan)) != 1:
             scale_loss(self, factor)
-        self._stop = StopSignal()
-        stopping = StopCallback(self._stop) if self._osdp.save_on_sigterm else None
-        self.callback_handler.call_event = _Events(self.callback_handler.call_event, stopping)  # type: ignore[method-assign]
+        stop = self._stop if self._osdp.save_on_sigterm else None
+        self.callback_handler.call_event = Events(self.callback_handler.call_event, stop)  # type: ignore[method-assign]
 
     def _validate_args(self) -> None:
         """Validate as the stock Trainer, but accept an optimizer under FSDP: it receives the shards of its
@@ -220,10 +220,10 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
         self.accelerator.project_configuration.project_dir = self.args.output_dir
         refuse_changes(self, self._run)
         try:
-            with self.accelerator.out_of_memory_explained(), mixing_explained(in_loss=False):
+            stopping = self._stop if self._osdp.save_on_sigterm else nullcontext()
+            with stopping, self.accelerator.out_of_memory_explained(), mixing_explained(in_loss=False):
                 output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
         finally:
-            self._stop.abandon()  # in case an error ended training
             if (meter := self.accelerator.meter) is not None:
                 meter.discard()
         self._finish_checkpoints()
@@ -259,21 +259,3 @@ def with_osdp(trainer_class: type[StockTrainer]) -> type[StockTrainer]:
         "__qualname__": trainer_class.__qualname__,
     }
     return type(trainer_class.__name__, (trainer_class, Trainer), members)
-
-
-class _Events:
-    """Call an event's callbacks so that their element-wise work on weights, such as averages, runs on shards of any
-    layout; then our own callback, which is not in the handler's list.
-    """
-
-    def __init__(self, call: Callable[..., Any], stopping: StopCallback | None) -> None:
-        self._call, self._stopping = call, stopping
-
-    def __call__(
-        self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        with AcrossLayouts(f"Work on weights in {event}"), mixing_explained(in_loss=False):
-            control = self._call(event, args, state, control, **kwargs)
-        if self._stopping is not None:
-            getattr(self._stopping, event)(args, state, control, **kwargs)
-        return control
