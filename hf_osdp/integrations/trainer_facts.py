@@ -30,9 +30,8 @@ from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import reason_against_unit_steps
 from .checkpoints import is_adapted
 from .samples import find_batches, row_tokens, tokens_of
-from .subclasses import bytes_of_other_models, traced_loss
 from .trainer_arguments import accelerator_config_of, samples_of_step, warn
-from .trainer_loss import MicroBatchRule, micro_batch_rule
+from .trainer_loss import MicroBatchRule, bytes_of_other_models, micro_batch_rule, traced_loss
 
 _log = logging.getLogger(__name__)
 
