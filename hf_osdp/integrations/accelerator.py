@@ -28,9 +28,8 @@ from ..sharding.gradients import clip_grad_norm_
 from ..sharding.state import full_state_dict
 from ..sharding.steps import micro_step
 from .accelerator_preparation import AcceleratorPreparation
-from .block_forms import with_dynamo
 from .launch import launch_request
-from .plugin import plugin_for
+from .plugin import plugin_for, with_dynamo
 
 _REFUSED = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
 """Arguments of `Accelerator` that decide how the model is sharded."""
@@ -104,8 +103,8 @@ class OSDPAccelerator(AcceleratorPreparation):
                 " pass cpu=True (TrainingArguments(use_cpu=True) with the Trainer) to run them on the CPU."
             )
         self.plugin = plugin
-        self.plugin.osdp = with_dynamo(self._config, self.state)
-        self._writer = CheckpointWriter(in_background=self._config.async_save)
+        self.plugin.osdp = with_dynamo(plugin.config, self.state)
+        self._writer = CheckpointWriter(in_background=plugin.config.async_save)
         self._select_fsdp()
 
     def wait_for_everyone(self) -> None:

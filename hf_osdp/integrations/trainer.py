@@ -30,8 +30,7 @@ from ..sharding.state import free_gathered
 from ..sharding.unit_order import called_alone
 from .accelerator import OSDPAccelerator
 from .announce import plan_and_announce
-from .block_forms import unwrapped
-from .plugin import OSDPPlugin
+from .plugin import OSDPPlugin, unwrapped
 from .trainer_arguments import (
     copied_arguments,
     copy_changes,
@@ -116,9 +115,7 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
         assert self._osdp is not None
         args = self.args
         copy_changes(args, *self._given_args)
-        assert isinstance(self.accelerator.plugin.osdp, OSDPConfig)
-        self._osdp = self.accelerator.plugin.osdp  # with what the launcher's options ask for
-        job, rule = job_of_trainer(self, self._osdp, trains=trains, loader=loader)
+        job, rule = job_of_trainer(self, trains=trains, loader=loader)
         prepare_precision(self.model, job.precision)
         with rule.explained():
             self._run = plan_and_announce(self.model, job)

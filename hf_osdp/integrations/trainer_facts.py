@@ -37,12 +37,13 @@ _log = logging.getLogger(__name__)
 
 
 def job_of_trainer(
-    trainer: Trainer, config: OSDPConfig, *, trains: bool, loader: DataLoader[Any] | None = None
+    trainer: Trainer, *, trains: bool, loader: DataLoader[Any] | None = None
 ) -> tuple[Job, MicroBatchRule]:
     """Return the job of a Trainer whose `__init__` has returned, for its own datasets or those of a loader.
     Collective.
     """
     args, plugin = trainer.args, trainer.accelerator.plugin
+    config: OSDPConfig = plugin.config
     batches, sequence_length = _batches(trainer, config, loader)
     stock_loss = type(trainer).compute_loss is Trainer.compute_loss
     model_makes_loss = stock_loss and trainer.compute_loss_func is None and trainer.label_smoother is None
