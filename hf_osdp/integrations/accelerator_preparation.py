@@ -43,9 +43,10 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
     """`Accelerator` that plans when a model is prepared, and measures the loop's first steps."""
 
     plugin: OSDPPlugin
-    meter: StepMeter | None
-    measured: Observation | None
-    _out_of_memory: OutOfMemoryHandler | None
+    meter: StepMeter | None = None
+    measured: Observation | None = None
+    """Measurement of the loop's first optimizer steps, the same on every process; None until they have ended."""
+    _out_of_memory: OutOfMemoryHandler | None = None
 
     def plan(
         self,
@@ -77,14 +78,18 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         self.gradient_accumulation_steps = plan.accumulation_steps
         return plan
 
-    def use_plan(self, run: PlannedRun) -> None:
-        """Use this plan in `prepare`; `no_sync`, not Accelerate, then decides when gradients are reduced.
+    def use_plan(self, model: nn.Module, run: PlannedRun) -> None:
+        """Use this plan in `prepare` of the model; `no_sync`, not Accelerate, then decides when gradients are reduced.
 
         A single process runs under FSDP2, with its mixed precision, only if the plan keeps units on the host: under
         autocast, the copies of their weights would stay on the device from forward to backward.
         """
         self.plugin.check_given(run.plan, self.device.type)
         self.planned_run, self._writer.plan = run, run.plan
+        self._out_of_memory = OutOfMemoryHandler(
+            model, run.plan, run.units,
+            hardware=run.hardware, on_oom=self.plugin.config.on_oom, device=self.device,
+        )  # fmt: skip
         if not self.is_fsdp2 and uses_host(run.plan):
             form_process_group(needed=True)
             self._use_fsdp()
@@ -147,7 +152,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         )
         prepare_model(model, job.precision)
         run = plan_and_announce(model, job)
-        self.use_plan(run)
+        self.use_plan(model, run)
         return run.plan
 
     def _batch_size(self, loader: DataLoader[Any]) -> int | None:
@@ -224,16 +229,13 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         if is_under_plan(model) or any(known is model for known in self._models):
             prepare_late_optimizers(optimizers, model)
             return
-        run, on_oom = self._planned, self.plugin.config.on_oom
+        run = self._planned
         if self.plugin.activation_checkpointing:
             checkpoint_blocks(model, run.inputs.description.block_classes, trains=True)
         if self.is_fsdp2:
             shard_model(model, run, self.plugin, optimizers, device=self.device)
         else:
             apply_plan_unsharded(model, run, optimizers)
-        self._out_of_memory = OutOfMemoryHandler(
-            model, run.plan, run.units, hardware=run.hardware, on_oom=on_oom, device=self.device
-        )
 
     def _bind_optimizers(self, optimizers: Sequence[torch.optim.Optimizer], run: PlannedRun) -> None:
         """Make the optimizers step as planned, and measure the first steps of this loop, also of a later one."""

@@ -121,7 +121,7 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
             self._run = plan_and_announce(self.model, job)
         set_batch(args, self._run.plan)
         self._train_batch_size = args.train_batch_size
-        self.accelerator.use_plan(self._run)
+        self.accelerator.use_plan(self.model, self._run)
         self.is_fsdp_enabled = (
             self.is_fsdp_enabled or self.accelerator.is_fsdp2
         )  # also a single process with host offload
