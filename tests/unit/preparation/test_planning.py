@@ -14,22 +14,12 @@ from hf_osdp.errors import HardwareError, InfeasibleError, PlanError
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile
-from hf_osdp.preparation.cache import describe_once
 from hf_osdp.preparation.config import OSDPConfig
-from hf_osdp.preparation.find_plan import Describer, ProblemBuilder, find_plan
+from hf_osdp.preparation.find_plan import ProblemBuilder
 from hf_osdp.preparation.plan_run import PlannedRun, grouped_as_planned, plan_run
 from tests.helpers.problems import run_job
 
 HARDWARE = preset("cpu")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def traced_once():
-    """A model that was traced for one test is not traced for another."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(find_plan.__kwdefaults__, "trace", describe_once)
-        patch.setattr(Describer.__init__, "__defaults__", (describe_once,))
-        yield
 
 
 @pytest.fixture(scope="module")
