@@ -23,7 +23,6 @@ from ..distributed.stop import StopSignal
 from ..modeling.replaced import replaced
 from ..modeling.units import canonical_name
 from ..preparation.config import OSDPConfig
-from ..preparation.plan_run import PlannedRun
 from ..sharding.between_steps import mixing_explained
 from ..sharding.environment import prepare_precision
 from ..sharding.state import free_gathered
@@ -91,7 +90,6 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
         say_uncaught_once()
         call = inspect.signature(StockTrainer.__init__).bind(self, *args, **kwargs)
         given = call.arguments
-        self._run: PlannedRun | None = None
         self._stop = StopSignal()
         requested = self.__dict__.pop("_osdp_argument", None) if osdp is None else osdp
         self._osdp = requested_config(requested, given.get("args"), on_by_default=self.on_by_default)

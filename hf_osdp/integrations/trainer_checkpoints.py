@@ -51,7 +51,7 @@ class TrainerCheckpoints(transformers.Trainer):
     optimizer: Any
     lr_scheduler: Any
     _osdp: OSDPConfig | None
-    _run: PlannedRun | None
+    _run: PlannedRun | None = None
     _stop: StopSignal
     _requested_batch_size: int
     _files: FileSystem | None = None
