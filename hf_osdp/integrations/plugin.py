@@ -22,7 +22,7 @@ from ..errors import PlanError, refuse_first
 from ..modeling.units import dtype_of
 from ..planner.plan import Plan
 from ..planner.training_job import Precision
-from ..preparation.config import OSDPConfig, merged_config, stated_options
+from ..preparation.config import OSDPConfig, merged_config
 from .launch import launch_request
 
 TAKEN = ("cpu_offload", "cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing")
@@ -71,7 +71,7 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
 
     def __post_init__(self: Any) -> None:
         refuse_decided({name: getattr(self, name, None) for name in DECIDED})
-        self.osdp = merged_config(stated_options(self.osdp), launch_request().plan_options)
+        self.osdp = merged_config(self.osdp, launch_request().plan_options)
         if self.fsdp_version not in (None, 2):
             raise ValueError(f"fsdp_version={self.fsdp_version} cannot run a plan; leave it out or use 2.")
         self.fsdp_version = 2

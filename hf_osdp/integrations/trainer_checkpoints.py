@@ -81,7 +81,9 @@ class TrainerCheckpoints(transformers.Trainer):
             with replaced(self, **changed):
                 super()._save_checkpoint(model, trial)
             if keeps_best:
-                self._record_best_name(staging.path, best)
+                self.state.best_model_checkpoint = str(best)  # its final name
+                if self.args.should_save:
+                    self.state.save_to_json(str(staging.path / TRAINER_STATE))
             if self.args.save_only_model and self._writes_shards():  # stock then writes no weights
                 save_model(
                     staging.path,
@@ -106,12 +108,6 @@ class TrainerCheckpoints(transformers.Trainer):
         save_optimizer(folder, self.model, self.optimizer, **options)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), folder / transformers.trainer.SCHEDULER_NAME)
-
-    def _record_best_name(self, staged: Path, best: Path) -> None:
-        """Write the final name of the best checkpoint into the saved state."""
-        self.state.best_model_checkpoint = str(best)
-        if self.args.should_save:
-            self.state.save_to_json(str(staged / TRAINER_STATE))
 
     def _remove_old_checkpoints(self, run_dir: Path, new: Path | None = None) -> None:
         """Remove checkpoints over the limit: those of earlier trainings first, then the oldest, never the last

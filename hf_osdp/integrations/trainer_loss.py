@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import deque
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from transformers import Trainer
 from ..distributed.consensus import on_rank_zero
 from ..distributed.fsdp_internals import parameter_groups, stays_gathered
 from ..errors import InfeasibleError
-from ..modeling.batch import Inputs, Loss, training_batch, without_adapters
+from ..modeling.batch import Inputs, training_batch, without_adapters
 from ..modeling.wrapping import has_running_statistics
 from ..planner.plan import Plan
 from ..preparation.config import OSDPConfig
@@ -32,7 +31,6 @@ from ..tracing.tensors import DEVICE, fake_like
 from .samples import Batches
 from .trainer_arguments import accelerator_config_of, samples_of_step, warn
 
-_CONTAINERS = (dict, list, set, deque)
 _DATA = ("train_dataset", "eval_dataset")
 _TOKENS = 16
 """Tokens of the rows on which the loss is examined."""
@@ -159,17 +157,12 @@ def _loss_kind(trainer: Trainer, inputs: Inputs | None, sequence_length: int) ->
     if not _counts_items(trainer):
         return LossKind.WHOLE
 
-    def loss(fake_model: nn.Module, batch: dict[str, Any], items: torch.Tensor) -> object:
-        return _loss_of_items(
-            trainer, fake_model, batch, items if isinstance(batch.get("labels"), torch.Tensor) else None
-        )
-
     short = min(_TOKENS, sequence_length)
     if isinstance(inputs, Batches):
         tried: list[Inputs] = [inputs.with_rows(short), inputs]
     else:
         tried = [inputs or (lambda samples: training_batch(model, short)(samples))]
-    kinds = (find_loss_kind(model, batches, loss) for batches in tried)
+    kinds = (find_loss_kind(model, batches, traced_loss(trainer)) for batches in tried)
     kind = next((kind for kind in kinds if kind is not LossKind.UNKNOWN), LossKind.UNKNOWN)
     if kind is LossKind.WHOLE and getattr(trainer, "loss_is_scaled_for_ga", None):
         return LossKind.UNKNOWN  # the trainer may divide by the number of micro-steps
@@ -209,15 +202,29 @@ def _batch_count_dependence(trainer: Trainer) -> str | None:
     return None
 
 
-def traced_loss(trainer: Trainer) -> Loss:
-    """Return the trainer's `compute_loss` as a function of a fake model and a batch, for as many items as the batch
-    has labels.
+def traced_loss(trainer: Trainer) -> Callable[..., object]:
+    """Return the trainer's `compute_loss` as a function of a fake model, a batch and the number of items of the step,
+    by default as many as the batch has labels.
+
+    Each call runs on a copy of the trainer: its metrics stay in the copy, it sends nothing to other ranks, and its
+    modules are fake. A sharded module, such as a reference model, returns the output of the trained model.
     """
 
-    def loss(fake_model: nn.Module, batch: Mapping[str, Any]) -> object:
+    def loss(fake_model: nn.Module, batch: Any, items: Any = None) -> object:  # noqa: ANN401
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
-        items = max(1, labels.numel()) if isinstance(labels, torch.Tensor) else 1
-        return _loss_of_items(trainer, fake_model, batch, items if _counts_items(trainer) else None)
+        has_labels = isinstance(labels, torch.Tensor)
+        if items is None:
+            items = max(1, labels.numel()) if has_labels else 1
+        elif not has_labels:
+            items = None
+        last: list[Any] = []
+        copied = _copy_with_fake_model(trainer, fake_model, last)
+        handle = fake_model.register_forward_hook(lambda module, args, output: last.__setitem__(slice(None), [output]))
+        try:
+            return copied.compute_loss(fake_model, batch, num_items_in_batch=items if _counts_items(trainer) else None)
+        finally:
+            handle.remove()
+            last.clear()  # the loss itself keeps what backward needs
 
     return loss
 
@@ -225,23 +232,6 @@ def traced_loss(trainer: Trainer) -> Loss:
 def _counts_items(trainer: Trainer) -> bool:
     """Return whether the trainer counts the items of a step and gives their number to the loss."""
     return bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
-
-
-def _loss_of_items(trainer: Trainer, fake_model: nn.Module, batch: Any, items: Any) -> object:  # noqa: ANN401
-    """Return what the trainer's `compute_loss` returns for a fake model, a batch and the number of items of the step,
-    or None.
-
-    Each call runs on a copy of the trainer: its metrics stay in the copy, it sends nothing to other ranks, and its
-    modules are fake. A sharded module, such as a reference model, returns the output of the trained model.
-    """
-    last: list[Any] = []
-    copied = _copy_with_fake_model(trainer, fake_model, last)
-    handle = fake_model.register_forward_hook(lambda module, args, output: last.__setitem__(slice(None), [output]))
-    try:
-        return copied.compute_loss(fake_model, batch, num_items_in_batch=items)
-    finally:
-        handle.remove()
-        last.clear()  # the loss itself keeps what backward needs
 
 
 def bytes_of_other_models(trainer: Trainer) -> dict[str, int]:
@@ -314,14 +304,8 @@ def _fake_mode(model: nn.Module) -> FakeTensorMode | None:
 
 
 def _modules_in(value: object) -> Iterator[nn.Module]:
-    leaves = (
-        [value]
-        if isinstance(value, nn.Module)
-        else tree_leaves(value)
-        if isinstance(value, (*_CONTAINERS, tuple))
-        else []
-    )
-    return (leaf for leaf in leaves if isinstance(leaf, nn.Module))
+    """Yield the modules that a value is, or holds in containers."""
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, nn.Module))
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:
