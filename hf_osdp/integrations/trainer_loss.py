@@ -212,10 +212,9 @@ def traced_loss(trainer: Trainer) -> Callable[..., object]:
 
     def loss(fake_model: nn.Module, batch: Any, items: Any = None) -> object:  # noqa: ANN401
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
-        has_labels = isinstance(labels, torch.Tensor)
         if items is None:
-            items = max(1, labels.numel()) if has_labels else 1
-        elif not has_labels:
+            items = max(1, labels.numel()) if isinstance(labels, torch.Tensor) else 1
+        elif not isinstance(labels, torch.Tensor):
             items = None
         last: list[Any] = []
         copied = _copy_with_fake_model(trainer, fake_model, last)
