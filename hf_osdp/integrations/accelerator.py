@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,17 +20,13 @@ from ..distributed.process_group import host_barrier, prepare_group
 from ..distributed.said_once import say_uncaught_once
 from ..distributed.stop import Stopped
 from ..errors import OSDPError
-from ..measurement.step_meter import Observation, StepMeter
 from ..preparation.config import OSDPConfig
-from ..preparation.out_of_memory import OutOfMemoryHandler
-from ..preparation.plan_run import PlannedRun
 from ..sharding.gradients import clip_grad_norm_
 from ..sharding.state import full_state_dict
 from ..sharding.steps import micro_step
 from .accelerator_preparation import AcceleratorPreparation
-from .block_forms import with_dynamo
 from .launch import launch_request
-from .plugin import plugin_for
+from .plugin import plugin_for, with_dynamo
 
 _REFUSED = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
 """Arguments of `Accelerator` that decide how the model is sharded."""
@@ -77,12 +73,6 @@ class OSDPAccelerator(AcceleratorPreparation):
             )
         plugin = plugin_for(osdp, options.pop("fsdp_plugin", None))
         cpu = options.pop("cpu", False) or launch_request().use_cpu or not torch.accelerator.is_available()
-        self.planned_run: PlannedRun | None = None
-        """The plan and its inputs; None before planning."""
-        self.meter: StepMeter | None = None
-        self._out_of_memory: OutOfMemoryHandler | None = None
-        self.measured: Observation | None = None
-        """Measurement of the loop's first optimizer steps, the same on every process; None until they have ended."""
         self._schedules = WeakKeyDictionary()
         self._earlier_error = id(sys.exc_info()[1])  # being handled: of a training that failed before this one
         handlers = options.get("kwargs_handlers") or ()
@@ -104,8 +94,8 @@ class OSDPAccelerator(AcceleratorPreparation):
                 " pass cpu=True (TrainingArguments(use_cpu=True) with the Trainer) to run them on the CPU."
             )
         self.plugin = plugin
-        self.plugin.osdp = with_dynamo(self._config, self.state)
-        self._writer = CheckpointWriter(in_background=self._config.async_save)
+        self.plugin.osdp = with_dynamo(plugin.config, self.state)
+        self._writer = CheckpointWriter(in_background=plugin.config.async_save)
         self._select_fsdp()
 
     def wait_for_everyone(self) -> None:
@@ -131,15 +121,9 @@ class OSDPAccelerator(AcceleratorPreparation):
         self._writer.wait()
         super().end_training()
 
-    @contextmanager
-    def out_of_memory_explained(self) -> Iterator[None]:
-        """Explain out-of-memory errors raised in this context, once a model has been prepared."""
-        try:
-            yield
-        except Exception as error:
-            if self._out_of_memory is not None:
-                self._out_of_memory.handle(error)
-            raise
+    def out_of_memory_explained(self) -> AbstractContextManager[None]:
+        """Return a context that explains out-of-memory errors, once there is a plan."""
+        return nullcontext() if self._out_of_memory is None else self._out_of_memory.explained()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward as `Accelerator.backward`, and explain an out-of-memory error in it."""
@@ -182,9 +166,7 @@ class OSDPAccelerator(AcceleratorPreparation):
         """Clip each gradient's elements."""
         self._check_gradients()
         self.unscale_gradients()
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        for gradient in (p.grad for p in parameters if p.grad is not None):
-            getattr(gradient, "_local_tensor", gradient).clamp_(-clip_value, clip_value)
+        nn.utils.clip_grad_value_(parameters, clip_value, foreach=False)  # gradients may be on several meshes
 
     def _check_gradients(self) -> None:
         if self.is_fsdp2 and not self.sync_gradients:

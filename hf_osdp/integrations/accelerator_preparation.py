@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, ProjectConfiguration
+from accelerate.utils import DistributedType, ProjectConfiguration, TorchDynamoPlugin
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -30,9 +31,8 @@ from ..sharding.optimizer import spec_of_optimizer, spec_of_optimizers
 from ..sharding.optimizer_steps import bind_optimizer, reason_against_unit_steps
 from ..sharding.replicas import is_under_plan
 from .announce import announce_result, plan_and_announce
-from .block_forms import unwrapped, without_dynamo
 from .checkpoints import AcceleratorCheckpoints
-from .plugin import OSDPPlugin, precision_of
+from .plugin import OSDPPlugin, precision_of, unwrapped
 from .samples import batches_of_loader
 from .sharding import apply_plan_unsharded, prepare_late_optimizers, shard_model
 
@@ -43,9 +43,10 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
     """`Accelerator` that plans when a model is prepared, and measures the loop's first steps."""
 
     plugin: OSDPPlugin
-    meter: StepMeter | None
-    measured: Observation | None
-    _out_of_memory: OutOfMemoryHandler | None
+    meter: StepMeter | None = None
+    measured: Observation | None = None
+    """Measurement of the loop's first optimizer steps, the same on every process; None until they have ended."""
+    _out_of_memory: OutOfMemoryHandler | None = None
 
     def plan(
         self,
@@ -72,19 +73,23 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         """
         sizes: dict[str, Any] = {"sequence_length": sequence_length, "global_batch_size": global_batch_size}
         model = self._without_wrappers(model)
-        config = replace(self._config, **{name: value for name, value in sizes.items() if value})
+        config = replace(self.plugin.config, **{name: value for name, value in sizes.items() if value})
         plan = self._make_plan(model, config, optimizer)
         self.gradient_accumulation_steps = plan.accumulation_steps
         return plan
 
-    def use_plan(self, run: PlannedRun) -> None:
-        """Use this plan in `prepare`; `no_sync`, not Accelerate, then decides when gradients are reduced.
+    def use_plan(self, model: nn.Module, run: PlannedRun) -> None:
+        """Use this plan in `prepare` of the model; `no_sync`, not Accelerate, then decides when gradients are reduced.
 
         A single process runs under FSDP2, with its mixed precision, only if the plan keeps units on the host: under
         autocast, the copies of their weights would stay on the device from forward to backward.
         """
         self.plugin.check_given(run.plan, self.device.type)
         self.planned_run, self._writer.plan = run, run.plan
+        self._out_of_memory = OutOfMemoryHandler(
+            model, run.plan, run.units,
+            hardware=run.hardware, on_oom=self.plugin.config.on_oom, device=self.device,
+        )  # fmt: skip
         if not self.is_fsdp2 and uses_host(run.plan):
             form_process_group(needed=True)
             self._use_fsdp()
@@ -94,7 +99,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         self, model: nn.Module, loader: DataLoader[Any], optimizer: torch.optim.Optimizer | OptimizerSpec | None
     ) -> None:
         """Plan for the batches of the training loader."""
-        config = self._config
+        config = self.plugin.config
         inputs, length = batches_of_loader(loader, model, config.sequence_length)
         size, micro, global_batch = self._batch_size(loader), config.micro_batch_size, config.global_batch_size
         if micro not in (None, size):
@@ -147,7 +152,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         )
         prepare_model(model, job.precision)
         run = plan_and_announce(model, job)
-        self.use_plan(run)
+        self.use_plan(model, run)
         return run.plan
 
     def _batch_size(self, loader: DataLoader[Any]) -> int | None:
@@ -186,7 +191,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
 
     def _without_wrappers(self, model: nn.Module) -> nn.Module:
         """Return the model without wrappers of other tools, for whose effect the plan is made."""
-        model, config = unwrapped(model, self._config)
+        model, config = unwrapped(model, self.plugin.config)
         if self.planned_run is None:
             self.plugin.osdp = config
         return model
@@ -224,16 +229,13 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         if is_under_plan(model) or any(known is model for known in self._models):
             prepare_late_optimizers(optimizers, model)
             return
-        run, on_oom = self._planned, self._config.on_oom
+        run = self._planned
         if self.plugin.activation_checkpointing:
             checkpoint_blocks(model, run.inputs.description.block_classes, trains=True)
         if self.is_fsdp2:
             shard_model(model, run, self.plugin, optimizers, device=self.device)
         else:
             apply_plan_unsharded(model, run, optimizers)
-        self._out_of_memory = OutOfMemoryHandler(
-            model, run.plan, run.units, hardware=run.hardware, on_oom=on_oom, device=self.device
-        )
 
     def _bind_optimizers(self, optimizers: Sequence[torch.optim.Optimizer], run: PlannedRun) -> None:
         """Make the optimizers step as planned, and measure the first steps of this loop, also of a later one."""
@@ -245,7 +247,9 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as stock
         """Prepare as `Accelerator.prepare_model`, without what the plan does in its place."""
-        with replaced(self, state=without_dynamo(self.state)):
+        state = copy(self.state)  # all accelerators share the state itself
+        state.dynamo_plugin = TorchDynamoPlugin(backend="no")
+        with replaced(self, state=state):
             return super().prepare_model(*args, **kwargs)
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
@@ -262,12 +266,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
     def _report(self, measured: Observation) -> None:
         """Print estimate and measurement; also write them into `project_dir` if it is set and `report` is on."""
         self.measured = measured
-        announce_result(self._planned, measured, self.project_dir if self._config.report else None)
-
-    @property
-    def _config(self) -> OSDPConfig:
-        assert isinstance(self.plugin.osdp, OSDPConfig)
-        return self.plugin.osdp
+        announce_result(self._planned, measured, self.project_dir if self.plugin.config.report else None)
 
     @property
     def _planned(self) -> PlannedRun:

@@ -63,7 +63,8 @@ _MOST_STEPS = 10**8
 class AcceleratorCheckpoints(Accelerator):
     """`Accelerator` that writes and reads these checkpoints."""
 
-    planned_run: PlannedRun | None
+    planned_run: PlannedRun | None = None
+    """The plan and its inputs; None before planning."""
     _writer: CheckpointWriter
     _schedules: WeakKeyDictionary[AcceleratedScheduler, Schedule]
 

@@ -38,7 +38,7 @@ from ..sharding.optimizers import kind_of
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.steps import micro_step
 from .announce import announce_result, plan_and_announce
-from .block_forms import unwrapped
+from .plugin import unwrapped
 
 
 class OptimalShardedDataParallel(nn.Module):

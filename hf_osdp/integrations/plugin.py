@@ -1,16 +1,20 @@
-"""`OSDPPlugin`: Accelerate's FSDP plugin with a plan instead of one strategy, and the FSDP options that it accepts
-or refuses.
+"""`OSDPPlugin`: Accelerate's FSDP plugin with a plan instead of one strategy, and the options of FSDP and of
+`torch.compile` that it accepts or refuses.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
+from accelerate.utils import DynamoBackend
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from ..distributed.launcher import variable
@@ -18,7 +22,7 @@ from ..errors import PlanError, refuse_first
 from ..modeling.units import dtype_of
 from ..planner.plan import Plan
 from ..planner.training_job import Precision
-from ..preparation.config import OSDPConfig, merged_config, stated_options
+from ..preparation.config import OSDPConfig, merged_config
 from .launch import launch_request
 
 TAKEN = ("cpu_offload", "cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing")
@@ -67,7 +71,7 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
 
     def __post_init__(self: Any) -> None:
         refuse_decided({name: getattr(self, name, None) for name in DECIDED})
-        self.osdp = merged_config(stated_options(self.osdp), launch_request().plan_options)
+        self.osdp = merged_config(self.osdp, launch_request().plan_options)
         if self.fsdp_version not in (None, 2):
             raise ValueError(f"fsdp_version={self.fsdp_version} cannot run a plan; leave it out or use 2.")
         self.fsdp_version = 2
@@ -83,6 +87,11 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
             "async_save=True writes shards while training continues, but state_dict_type is FULL_STATE_DICT; use"
             " SHARDED_STATE_DICT, or leave async_save out.": self.osdp.async_save and not writes_shards(self),
         })  # fmt: skip
+
+    @property
+    def config(self) -> OSDPConfig:
+        """The options of the plan, merged."""
+        return cast("OSDPConfig", self.osdp)
 
     @property
     def pin_memory(self: Any) -> bool | None:
@@ -173,3 +182,52 @@ def refuse_decided(options: Mapping[str, Any]) -> None:
         by_default = name == "limit_all_gathers" and value is True
         if value is not None and not by_class and not by_default:
             raise ValueError(f"{name}={value!r} is decided by the plan; {remedy}.")
+
+
+def unwrapped(model: nn.Module, config: OSDPConfig) -> tuple[nn.Module, OSDPConfig]:
+    """Return a model without the wrappers of `torch.compile(module)`, around itself or its modules, and the
+    configuration, which compiles blocks if there were any.
+
+    Names of parameters below a wrapper begin with `_orig_mod.`, also in saved files, which `from_pretrained` would not
+    find.
+
+    Raises:
+        ValueError: a wrapper has another backend than Inductor, or the plan is given.
+    """
+    dynamo = sys.modules.get("torch._dynamo")  # without it nothing is wrapped
+    wrappers = {m for m in model.modules() if isinstance(m, dynamo.OptimizedModule)} if dynamo is not None else set()
+    if not wrappers:
+        return model, config
+    if any(wrapper.get_compiler_config() is None for wrapper in wrappers):
+        raise ValueError(
+            "torch.compile(model) with a backend other than inductor cannot be planned; use inductor, or leave it out."
+        )
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if child in wrappers:
+                module._modules[name] = child._orig_mod  # type: ignore[union-attr, assignment]
+    _log.warning(
+        "torch.compile(model) was taken off, and the plan compiles the blocks with Inductor's defaults; its mode,"
+        " fullgraph, dynamic"
+        " and options are not used. Leave torch.compile out and set OSDPConfig(compile=True) instead."
+    )
+    plain: nn.Module = model._orig_mod if model in wrappers else model  # type: ignore[assignment]
+    return plain, replace(config, compile=True)
+
+
+def with_dynamo(config: OSDPConfig, state: AcceleratorState) -> OSDPConfig:
+    """Let the plan compile blocks if dynamo was requested; Accelerate would compile the whole model."""
+    dynamo = state.dynamo_plugin
+    if dynamo.backend == DynamoBackend.NO or dynamo.disable:
+        return config
+    stock = {"backend": "inductor", "mode": "default", "fullgraph": False, "dynamic": None, "options": None}
+    asked = {
+        "backend": dynamo.backend.value.lower(), "mode": dynamo.mode or "default", "fullgraph": bool(dynamo.fullgraph),
+        "dynamic": dynamo.dynamic, "options": dynamo.options or None,
+    }  # fmt: skip
+    if refused := [f"{name}={value!r}" for name, value in asked.items() if value != stock[name]]:
+        raise ValueError(
+            f"torch.compile with {', '.join(refused)} cannot be planned; use inductor with its defaults, or leave it"
+            " out."
+        )
+    return replace(config, compile=True)

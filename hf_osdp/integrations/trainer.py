@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from abc import ABCMeta
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import transformers.trainer
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer as StockTrainer
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from ..checkpoint.writer import on_every_rank
 from ..distributed.said_once import say_uncaught_once
 from ..distributed.stop import StopSignal
 from ..modeling.replaced import replaced
+from ..modeling.units import canonical_name
 from ..preparation.config import OSDPConfig
-from ..preparation.plan_run import PlannedRun
-from ..sharding.between_steps import AcrossLayouts, mixing_explained
+from ..sharding.between_steps import mixing_explained
 from ..sharding.environment import prepare_precision
 from ..sharding.state import free_gathered
+from ..sharding.unit_order import called_alone
 from .accelerator import OSDPAccelerator
 from .announce import plan_and_announce
-from .block_forms import unwrapped
-from .plugin import OSDPPlugin
-from .subclasses import PlansWhenMade, check_order, with_full_weights
+from .plugin import OSDPPlugin, unwrapped
 from .trainer_arguments import (
     copied_arguments,
     copy_changes,
@@ -36,9 +38,21 @@ from .trainer_arguments import (
     requested_config,
     set_batch,
 )
-from .trainer_checkpoints import StopCallback, TrainerCheckpoints
+from .trainer_checkpoints import Events, TrainerCheckpoints
 from .trainer_facts import job_of_trainer, refuse_changes
 from .trainer_loss import scale_loss
+
+
+class PlansWhenMade(ABCMeta):
+    """Make a Trainer of any subclass, with `osdp=` if its `__init__` does not take it; then plan, if there is data."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  our Trainer
+        trainer: Any = cls.__new__(cls, *args, **kwargs)  # type: ignore[arg-type]
+        if "osdp" in kwargs and "osdp" not in inspect.signature(cls.__init__).parameters:  # type: ignore[misc]
+            trainer._osdp_argument = kwargs.pop("osdp")
+        trainer.__init__(*args, **kwargs)
+        trainer._plan_if_data()  # subclasses change model, data and loss in their `__init__`
+        return trainer
 
 
 class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
@@ -66,9 +80,9 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        check_order(cls, Trainer)
+        _check_order(cls, Trainer)
         if any("_save" in vars(other) for other in cls.__mro__[: cls.__mro__.index(Trainer)]):
-            cls._save = with_full_weights(cls._save)  # type: ignore[method-assign]
+            cls._save = _with_full_weights(cls._save)  # type: ignore[method-assign]
 
     def __init__(
         self, *args: Any, osdp: OSDPConfig | Mapping[str, object] | bool | None = None, **kwargs: Any
@@ -76,13 +90,13 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
         say_uncaught_once()
         call = inspect.signature(StockTrainer.__init__).bind(self, *args, **kwargs)
         given = call.arguments
-        self._run: PlannedRun | None = None
+        self._stop = StopSignal()
         requested = self.__dict__.pop("_osdp_argument", None) if osdp is None else osdp
         self._osdp = requested_config(requested, given.get("args"), on_by_default=self.on_by_default)
         if self._osdp is not None:
             refuse_unsupported(given)
             arguments = given.get("args") or TrainingArguments(output_dir="tmp_trainer")
-            if isinstance(model := given.get("model"), torch.nn.Module):
+            if isinstance(model := given.get("model"), nn.Module):
                 given["model"], self._osdp = unwrapped(model, self._osdp)
             given["args"] = copied_arguments(arguments)
             self._given_args = arguments, dict(vars(arguments))
@@ -99,15 +113,13 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
         assert self._osdp is not None
         args = self.args
         copy_changes(args, *self._given_args)
-        assert isinstance(self.accelerator.plugin.osdp, OSDPConfig)
-        self._osdp = self.accelerator.plugin.osdp  # with what the launcher's options ask for
-        job, rule = job_of_trainer(self, self._osdp, trains=trains, loader=loader)
+        job, rule = job_of_trainer(self, trains=trains, loader=loader)
         prepare_precision(self.model, job.precision)
         with rule.explained():
             self._run = plan_and_announce(self.model, job)
         set_batch(args, self._run.plan)
         self._train_batch_size = args.train_batch_size
-        self.accelerator.use_plan(self._run)
+        self.accelerator.use_plan(self.model, self._run)
         self.is_fsdp_enabled = (
             self.is_fsdp_enabled or self.accelerator.is_fsdp2
         )  # also a single process with host offload
@@ -115,9 +127,8 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
             super()._move_model_to_device(self.model, args.device)
         if (factor := rule.factor(self._run.plan)) != 1:
             scale_loss(self, factor)
-        self._stop = StopSignal()
-        stopping = StopCallback(self._stop) if self._osdp.save_on_sigterm else None
-        self.callback_handler.call_event = _Events(self.callback_handler.call_event, stopping)  # type: ignore[method-assign]
+        stop = self._stop if self._osdp.save_on_sigterm else None
+        self.callback_handler.call_event = Events(self.callback_handler.call_event, stop)  # type: ignore[method-assign]
 
     def _validate_args(self) -> None:
         """Validate as the stock Trainer, but accept an optimizer under FSDP: it receives the shards of its
@@ -126,7 +137,7 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
         with replaced(self, is_fsdp_enabled=self.is_fsdp_enabled and self._osdp is None):
             super()._validate_args()
 
-    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move as the stock Trainer, but only after planning, which decides which units are kept on the host."""
         if self._osdp is None or self._run is not None:
             super()._move_model_to_device(model, device)
@@ -150,7 +161,7 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
             options["project_dir"] = self.args.output_dir  # for the report
         return options
 
-    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create as the stock Trainer, after freeing parameters that an evaluation left gathered, so that it holds
         shards.
         """
@@ -158,7 +169,7 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
             free_gathered(self.model if model is None else model)
         return super().create_optimizer(model)
 
-    def _has_mixed_mesh_grads(self, model: torch.nn.Module) -> bool:
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         """Return False under a plan: the stock code for several meshes does not unscale fp16 gradients, the
         accelerator does.
         """
@@ -220,10 +231,10 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
         self.accelerator.project_configuration.project_dir = self.args.output_dir
         refuse_changes(self, self._run)
         try:
-            with self.accelerator.out_of_memory_explained(), mixing_explained(in_loss=False):
+            stopping = self._stop if self._osdp.save_on_sigterm else nullcontext()
+            with stopping, self.accelerator.out_of_memory_explained(), mixing_explained(in_loss=False):
                 output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
         finally:
-            self._stop.abandon()  # in case an error ended training
             if (meter := self.accelerator.meter) is not None:
                 meter.discard()
         self._finish_checkpoints()
@@ -261,19 +272,49 @@ def with_osdp(trainer_class: type[StockTrainer]) -> type[StockTrainer]:
     return type(trainer_class.__name__, (trainer_class, Trainer), members)
 
 
-class _Events:
-    """Call an event's callbacks so that their element-wise work on weights, such as averages, runs on shards of any
-    layout; then our own callback, which is not in the handler's list.
+def _check_order(cls: type, ours: type) -> None:
+    """Raise TypeError if a class lists our Trainer before another one, whose methods it would then hide."""
+    order = cls.__mro__
+    between = order[order.index(ours) + 1 : order.index(StockTrainer)]
+    hidden = next((other for other in between if issubclass(other, StockTrainer) and other not in ours.__mro__), None)
+    if hidden is not None:
+        raise TypeError(
+            f"{cls.__name__} lists hf_osdp's Trainer before {hidden.__name__}, whose methods it would hide;"
+            f" write class {cls.__name__}({hidden.__name__}, Trainer), or use with_osdp({hidden.__name__})."
+        )
+
+
+def _with_full_weights(save: Callable[..., None]) -> Callable[..., None]:
+    """Return a `_save` that sees full weights in the model, since it may write these instead of the state dict that
+    it receives.
     """
 
-    def __init__(self, call: Callable[..., Any], stopping: StopCallback | None) -> None:
-        self._call, self._stopping = call, stopping
+    @functools.wraps(save)
+    def saving(self: Any, output_dir: str | None = None, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:  # noqa: ANN401
+        if self._osdp is None or not state_dict:
+            save(self, output_dir, state_dict)
+            return
+        with _full_weights(self.model, state_dict):
+            save(self, output_dir, state_dict)
 
-    def __call__(
-        self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        with AcrossLayouts(f"Work on weights in {event}"), mixing_explained(in_loss=False):
-            control = self._call(event, args, state, control, **kwargs)
-        if self._stopping is not None:
-            getattr(self._stopping, event)(args, state, control, **kwargs)
-        return control
+    return saving
+
+
+@contextmanager
+def _full_weights(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Replace a sharded model's parameters in this context by the full tensors of `state`, on this process only and
+    between steps.
+    """
+    hidden: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for name, module in model.named_modules():
+        for leaf, parameter in list(module._parameters.items()):
+            whole = state.get(canonical_name(f"{name}.{leaf}".lstrip(".")))
+            if parameter is not None and whole is not None:
+                hidden.append((module, leaf, parameter))
+                module._parameters[leaf] = nn.Parameter(whole, requires_grad=False)
+    try:
+        with called_alone(model):  # a model card of sentence-transformers has an example's output
+            yield
+    finally:
+        for module, leaf, parameter in hidden:
+            module._parameters[leaf] = parameter

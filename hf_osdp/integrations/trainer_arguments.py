@@ -15,7 +15,6 @@ from ..errors import refuse_first
 from ..planner.plan import Plan
 from ..preparation.config import OSDPConfig, merged_config, stated_options
 from ..reading import read_json
-from .block_forms import with_arguments
 from .launch import launch_request
 from .plugin import TAKEN, refuse_decided
 
@@ -61,7 +60,8 @@ def requested_config(
         **stated_options(here if isinstance(here, Mapping) else None),
         **stated_options(None if osdp is True else osdp),
     }
-    options = with_arguments(options, args)
+    if args is not None and args.torch_compile and options.get("compile") is False:
+        raise ValueError("torch_compile=True contradicts compile=False in OSDP's options; leave one of the two out.")
     return merged_config(options, request.plan_options)
 
 
@@ -80,13 +80,11 @@ def _refuse_ignored(fsdp_config: Mapping[str, Any]) -> None:
     }
     refuse_decided(set_here)
     known = ("osdp", "version", "auto_wrap_policy", *TAKEN)
-    for name, value in set_here.items():
-        if name not in known and value is not None:
-            raise ValueError(
-                f"fsdp_config has {name}={value!r}, which has no effect under a plan; leave it out (allowed:"
-                f" {', '.join(known)}; options"
-                " of OSDPConfig go into osdp)."
-            )
+    refuse_first({
+        f"fsdp_config has {name}={value!r}, which has no effect under a plan; leave it out (allowed:"
+        f" {', '.join(known)}; options of OSDPConfig go into osdp).": name not in known and value is not None
+        for name, value in set_here.items()
+    })  # fmt: skip
 
 
 def plugin_options(args: TrainingArguments) -> dict[str, Any]:
@@ -108,7 +106,7 @@ def copied_arguments(args: TrainingArguments) -> TrainingArguments:
             " leave one of the two out."
         )
     own.gradient_accumulation_steps = steps or args.gradient_accumulation_steps
-    own.torch_compile = False  # see `with_arguments`
+    own.torch_compile = False  # the accelerator's plugin says it
     return own
 
 

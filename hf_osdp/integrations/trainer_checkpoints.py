@@ -5,6 +5,7 @@ ranks; also on SIGTERM.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import transformers.trainer
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpoint.folders import numbered_checkpoints, remove_checkpoint, unlock_checkpoints
@@ -29,6 +30,7 @@ from ..modeling.replaced import replaced
 from ..planner.plan import Plan
 from ..preparation.config import OSDPConfig
 from ..preparation.plan_run import PlannedRun
+from ..sharding.between_steps import AcrossLayouts, mixing_explained
 from ..sharding.optimizers import kind_of
 from .checkpoints import is_adapted, keep_whole_positions
 from .plugin import writes_shards
@@ -49,7 +51,7 @@ class TrainerCheckpoints(transformers.Trainer):
     optimizer: Any
     lr_scheduler: Any
     _osdp: OSDPConfig | None
-    _run: PlannedRun | None
+    _run: PlannedRun | None = None
     _stop: StopSignal
     _requested_batch_size: int
     _files: FileSystem | None = None
@@ -79,7 +81,9 @@ class TrainerCheckpoints(transformers.Trainer):
             with replaced(self, **changed):
                 super()._save_checkpoint(model, trial)
             if keeps_best:
-                self._record_best_name(staging.path, best)
+                self.state.best_model_checkpoint = str(best)  # its final name
+                if self.args.should_save:
+                    self.state.save_to_json(str(staging.path / TRAINER_STATE))
             if self.args.save_only_model and self._writes_shards():  # stock then writes no weights
                 save_model(
                     staging.path,
@@ -104,12 +108,6 @@ class TrainerCheckpoints(transformers.Trainer):
         save_optimizer(folder, self.model, self.optimizer, **options)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), folder / transformers.trainer.SCHEDULER_NAME)
-
-    def _record_best_name(self, staged: Path, best: Path) -> None:
-        """Write the final name of the best checkpoint into the saved state."""
-        self.state.best_model_checkpoint = str(best)
-        if self.args.should_save:
-            self.state.save_to_json(str(staged / TRAINER_STATE))
 
     def _remove_old_checkpoints(self, run_dir: Path, new: Path | None = None) -> None:
         """Remove checkpoints over the limit: those of earlier trainings first, then the oldest, never the last
@@ -270,36 +268,26 @@ def _check_step(folder: Path) -> None:
         )
 
 
-class StopCallback(TrainerCallback):
-    """Save a checkpoint and end training at the same step on all ranks, after one of them received SIGTERM."""
+class Events:
+    """Call an event's callbacks so that their element-wise work on weights, such as averages, runs on shards of any
+    layout; then, after one rank has received SIGTERM, save a checkpoint and end training at the same step on all.
+    """
 
-    def __init__(self, stop: StopSignal) -> None:
-        self._stop = stop
+    def __init__(self, call: Callable[..., TrainerControl], stop: StopSignal | None) -> None:
+        self._call, self._stop = call, stop
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._stop.start()
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    def __call__(
+        self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        if self._stop.agreed():
+        with AcrossLayouts(f"Work on weights in {event}"), mixing_explained(in_loss=False):
+            control = self._call(event, args, state, control, **kwargs)
+        if self._stop is None:
+            return control
+        if event == "on_step_end" and self._stop.agreed():
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False  # the launcher kills after a few seconds
             if state.is_world_process_zero:
                 _log.warning("SIGTERM: training saves checkpoint-%d and ends.", state.global_step)
-        return control
-
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        """Skip saving and evaluation: the checkpoint after the step is enough."""
-        if self._stop.stopped:
+        if event == "on_epoch_end" and self._stop.stopped:  # the checkpoint after the step is enough
             control.should_save = control.should_evaluate = False
         return control
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._stop.finish()

@@ -30,20 +30,20 @@ from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import reason_against_unit_steps
 from .checkpoints import is_adapted
 from .samples import find_batches, row_tokens, tokens_of
-from .subclasses import bytes_of_other_models, traced_loss
 from .trainer_arguments import accelerator_config_of, samples_of_step, warn
-from .trainer_loss import MicroBatchRule, micro_batch_rule
+from .trainer_loss import MicroBatchRule, bytes_of_other_models, micro_batch_rule, traced_loss
 
 _log = logging.getLogger(__name__)
 
 
 def job_of_trainer(
-    trainer: Trainer, config: OSDPConfig, *, trains: bool, loader: DataLoader[Any] | None = None
+    trainer: Trainer, *, trains: bool, loader: DataLoader[Any] | None = None
 ) -> tuple[Job, MicroBatchRule]:
     """Return the job of a Trainer whose `__init__` has returned, for its own datasets or those of a loader.
     Collective.
     """
     args, plugin = trainer.args, trainer.accelerator.plugin
+    config: OSDPConfig = plugin.config
     batches, sequence_length = _batches(trainer, config, loader)
     stock_loss = type(trainer).compute_loss is Trainer.compute_loss
     model_makes_loss = stock_loss and trainer.compute_loss_func is None and trainer.label_smoother is None
@@ -53,34 +53,30 @@ def job_of_trainer(
     )
     rule = micro_batch_rule(trainer, config, batches, sequence_length, trains=trains)
     sized = replace(config, sequence_length=sequence_length, global_batch_size=samples, micro_batch_size=rule.chosen)
+    optimizer, against_unit_steps = _optimizer_facts(trainer)
+    folder = RunFolder(
+        path=str(args.output_dir),
+        saves=args.save_strategy != SaveStrategy.NO,
+        states=not args.save_only_model,
+        adapters=is_adapted(trainer.model),
+    )
     job = Job(
         config=plugin.asking(sized, args.device.type),
         world_size=args.world_size,
         device_type=args.device.type,
         precision=Precision.named(args.mixed_precision, autocast=args.world_size == 1),
-        optimizer=_optimizer_spec(trainer),
+        optimizer=optimizer,
         inputs=batches,
         loss=None if batches is None or config.inputs or model_makes_loss else traced_loss(trainer),
         other_models=bytes_of_other_models(trainer),
         clips_gradients=bool(args.max_grad_norm and args.max_grad_norm > 0),
-        against_unit_steps=_against_unit_steps(trainer),
+        against_unit_steps=against_unit_steps,
         activation_checkpointing=bool(args.gradient_checkpointing or plugin.activation_checkpointing),
         reads_loss_alone=model_makes_loss and not args.use_liger_kernel,
         trains=trains,
-        folder=trainer_folder(args, trainer.model) if trains else None,
+        folder=folder if trains else None,
     )
     return job, rule
-
-
-def trainer_folder(args: TrainingArguments, model: nn.Module | None) -> RunFolder:
-    """Return the folder that the Trainer writes and what it saves there; for peft models only adapters are saved."""
-    assert args.output_dir is not None
-    return RunFolder(
-        path=args.output_dir,
-        saves=args.save_strategy != SaveStrategy.NO,
-        states=not args.save_only_model,
-        adapters=is_adapted(model),
-    )
 
 
 def _global_batch_size(args: TrainingArguments, started_with: int | None) -> int:
@@ -158,20 +154,18 @@ def _tokens_to_generate(trainer: Trainer, sample: object) -> int | None:
     return completion + len(tokenizer(str(sample["prompt"]))["input_ids"])
 
 
-def _optimizer_spec(trainer: Trainer) -> OptimizerSpec:
-    device_type, name, optimizer = (
-        trainer.args.device.type,
-        OptimizerNames(trainer.args.optim).value,
-        trainer.optimizer,
-    )
-    if optimizer is None and trainer.optimizer_cls_and_kwargs is None and knows_trainer_name(name):
-        return spec_of_trainer_name(name, device_type=device_type)
-    spec = spec_of_optimizer(optimizer or _tiny_optimizer(trainer, name), device_type=device_type)
-    given = {} if trainer.optimizer_cls_and_kwargs is None else trainer.optimizer_cls_and_kwargs[1]
-    registers = (
-        optimizer is None and given.get("optim_bits") == 8
-    )  # as transformers' `create_optimizer` does for bitsandbytes
-    return replace(spec, keeps_embeddings=True) if registers else spec
+def _optimizer_facts(trainer: Trainer) -> tuple[OptimizerSpec, str | None]:
+    """Return what the optimizer will hold, and why it may not step unit by unit; None if it may."""
+    device_type, made, given = trainer.args.device.type, trainer.optimizer, trainer.optimizer_cls_and_kwargs
+    name = OptimizerNames(trainer.args.optim).value
+    if made is not None:
+        return spec_of_optimizer(made, device_type=device_type), reason_against_unit_steps(made)
+    if given is None and knows_trainer_name(name):
+        return spec_of_trainer_name(name, device_type=device_type), None
+    spec = spec_of_optimizer(_tiny_optimizer(trainer, name), device_type=device_type)
+    if given is not None and given[1].get("optim_bits") == 8:  # as transformers' `create_optimizer` does
+        spec = replace(spec, keeps_embeddings=True)
+    return spec, f"the optimizer of optim={name!r} may keep state that all its parameters share"
 
 
 def _tiny_optimizer(trainer: Trainer, name: str) -> torch.optim.Optimizer:
@@ -189,15 +183,6 @@ def _tiny_optimizer(trainer: Trainer, name: str) -> torch.optim.Optimizer:
             f"optim={name!r} cannot be made: {one_line(error).rstrip('.')}; do so, or use adamw_torch."
         ) from None
     return cast("torch.optim.Optimizer", cls([nn.Parameter(torch.zeros(1))], **options))
-
-
-def _against_unit_steps(trainer: Trainer) -> str | None:
-    """Return why the optimizer may not step unit by unit; None if it may."""
-    if trainer.optimizer is not None:
-        return reason_against_unit_steps(trainer.optimizer)
-    name = OptimizerNames(trainer.args.optim).value
-    known = trainer.optimizer_cls_and_kwargs is None and knows_trainer_name(name)
-    return None if known else f"the optimizer of optim={name!r} may keep state that all its parameters share"
 
 
 def refuse_changes(trainer: Trainer, run: PlannedRun) -> None:

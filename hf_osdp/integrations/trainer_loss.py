@@ -1,28 +1,37 @@
-"""Which micro-batches train as the Trainer's arguments do: decided by what the loss divides by."""
+"""The loss of a Trainer: how it runs on a fake model, and which micro-batches train as the arguments do, which is
+decided by what it divides by.
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import Trainer
 
 from ..distributed.consensus import on_rank_zero
+from ..distributed.fsdp_internals import parameter_groups, stays_gathered
 from ..errors import InfeasibleError
 from ..modeling.batch import Inputs, training_batch, without_adapters
 from ..modeling.wrapping import has_running_statistics
 from ..planner.plan import Plan
 from ..preparation.config import OSDPConfig
+from ..sharding.replicas import is_under_plan
+from ..tracing.fake_model import rebound
 from ..tracing.loss_kind import LossKind, find_loss_kind
+from ..tracing.tensors import DEVICE, fake_like
 from .samples import Batches
-from .subclasses import counts_items, loss_of_items
 from .trainer_arguments import accelerator_config_of, samples_of_step, warn
 
+_DATA = ("train_dataset", "eval_dataset")
 _TOKENS = 16
 """Tokens of the rows on which the loss is examined."""
 _PROBLEMS = {
@@ -145,20 +154,15 @@ def _loss_kind(trainer: Trainer, inputs: Inputs | None, sequence_length: int) ->
     """Examine the trainer's loss on short rows, and on whole ones if nothing is found on these."""
     model = trainer.model
     assert isinstance(model, nn.Module)
-    if not counts_items(trainer):
+    if not _counts_items(trainer):
         return LossKind.WHOLE
-
-    def loss(fake_model: nn.Module, batch: dict[str, Any], items: torch.Tensor) -> object:
-        return loss_of_items(
-            trainer, fake_model, batch, items if isinstance(batch.get("labels"), torch.Tensor) else None
-        )
 
     short = min(_TOKENS, sequence_length)
     if isinstance(inputs, Batches):
         tried: list[Inputs] = [inputs.with_rows(short), inputs]
     else:
         tried = [inputs or (lambda samples: training_batch(model, short)(samples))]
-    kinds = (find_loss_kind(model, batches, loss) for batches in tried)
+    kinds = (find_loss_kind(model, batches, traced_loss(trainer)) for batches in tried)
     kind = next((kind for kind in kinds if kind is not LossKind.UNKNOWN), LossKind.UNKNOWN)
     if kind is LossKind.WHOLE and getattr(trainer, "loss_is_scaled_for_ga", None):
         return LossKind.UNKNOWN  # the trainer may divide by the number of micro-steps
@@ -196,3 +200,127 @@ def _batch_count_dependence(trainer: Trainer) -> str | None:
         if ends and not is_whole:
             return f"{name} ends each epoch at a whole micro-batch"
     return None
+
+
+def traced_loss(trainer: Trainer) -> Callable[..., object]:
+    """Return the trainer's `compute_loss` as a function of a fake model, a batch and the number of items of the step,
+    by default as many as the batch has labels.
+
+    Each call runs on a copy of the trainer: its metrics stay in the copy, it sends nothing to other ranks, and its
+    modules are fake. A sharded module, such as a reference model, returns the output of the trained model.
+    """
+
+    def loss(fake_model: nn.Module, batch: Any, items: Any = None) -> object:  # noqa: ANN401
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        if items is None:
+            items = max(1, labels.numel()) if isinstance(labels, torch.Tensor) else 1
+        elif not isinstance(labels, torch.Tensor):
+            items = None
+        last: list[Any] = []
+        copied = _copy_with_fake_model(trainer, fake_model, last)
+        handle = fake_model.register_forward_hook(lambda module, args, output: last.__setitem__(slice(None), [output]))
+        try:
+            return copied.compute_loss(fake_model, batch, num_items_in_batch=items if _counts_items(trainer) else None)
+        finally:
+            handle.remove()
+            last.clear()  # the loss itself keeps what backward needs
+
+    return loss
+
+
+def _counts_items(trainer: Trainer) -> bool:
+    """Return whether the trainer counts the items of a step and gives their number to the loss."""
+    return bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
+
+
+def bytes_of_other_models(trainer: Trainer) -> dict[str, int]:
+    """Return the bytes of other models on this device, by the trainer's attribute; sharded models count with their
+    shards.
+    """
+    assert isinstance(trainer.model, nn.Module)
+    seen = {id(tensor) for tensor in _tensors(trainer.model)}
+    found = {
+        name: sum(_bytes_on_device(module, seen) for module in _modules_in(value))
+        for name, value in vars(trainer).items()
+    }
+    return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+
+class _LocalAccelerator:
+    """An accelerator without collectives, on the device of the copied model."""
+
+    def __init__(self, accelerator: object, device: torch.device | str) -> None:
+        self._accelerator, self.device = accelerator, device
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._accelerator, name)
+
+    def gather(self, tensor: object, *args: object, **kwargs: object) -> object:
+        return tensor
+
+    gather_for_metrics = reduce = pad_across_processes = gather
+
+
+def _copy_with_fake_model(trainer: Trainer, fake_model: nn.Module, last: list[Any]) -> Trainer:
+    """Copy a trainer with a fake model; its sharded models return that model's `last` output, without gradients."""
+    assert isinstance(trainer.model, nn.Module)
+    copied = copy.copy(trainer)
+
+    def last_output(*args: object, **kwargs: object) -> object:
+        return tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, requires_grad=False), last[-1])
+
+    for name, value in vars(trainer).items():
+        if value is trainer.model or name in ("model", "model_wrapped"):
+            setattr(copied, name, fake_model)
+        elif isinstance(value, nn.Module):
+            sharded = any(map(is_under_plan, value.modules()))
+            setattr(copied, name, last_output if sharded else _fake_copy(value, trainer.model, fake_model))
+        elif name not in _DATA and not any(_modules_in(value)):
+            setattr(copied, name, rebound(value, {id(trainer): copied, id(trainer.model): fake_model}))
+    device = DEVICE if _fake_mode(fake_model) else next(fake_model.parameters()).device
+    copied.accelerator = _LocalAccelerator(trainer.accelerator, device)
+    return copied
+
+
+def _fake_copy(module: nn.Module, model: nn.Module, fake_model: nn.Module) -> nn.Module:
+    """Copy a module with fake parameters, or its own if the model is real; if it holds the trained model, as loss
+    modules may, the copy holds `fake_model`.
+    """
+    mode, device = _fake_mode(fake_model), next(fake_model.parameters()).device
+    memo: dict[int, Any] = {id(model): fake_model}
+    for tensor in _tensors(module):
+        fake = tensor.detach().to(device) if mode is None else fake_like(tensor, mode)
+        memo[id(tensor)] = (
+            nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+        )
+    return copy.deepcopy(module, memo)
+
+
+def _fake_mode(model: nn.Module) -> FakeTensorMode | None:
+    """Return the mode of a fake model; None for a real one."""
+    mode: FakeTensorMode | None = torch._guards.detect_fake_mode([next(model.parameters())])
+    return mode
+
+
+def _modules_in(value: object) -> Iterator[nn.Module]:
+    """Yield the modules that a value is, or holds in containers."""
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, nn.Module))
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _bytes_on_device(module: nn.Module, seen: set[int]) -> int:
+    """Return the bytes of tensors not seen yet, and of the gathered parameters of an FSDP2 root that stays gathered
+    after forward.
+    """
+    new = [tensor for tensor in _tensors(module) if id(tensor) not in seen]
+    seen.update(id(tensor) for tensor in new)
+    local = [getattr(tensor, "_local_tensor", tensor) for tensor in new]
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in local)
+    if new and stays_gathered(module):
+        for parameter in (parameter for group in parameter_groups(module) for parameter in group.fsdp_params):
+            dtype = getattr(parameter, "param_dtype", None) or parameter.sharded_param.dtype
+            nbytes += parameter.sharded_param.shape.numel() * dtype.itemsize
+    return nbytes

@@ -17,7 +17,7 @@ from functools import cache, partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
@@ -35,7 +35,6 @@ from ..tracing.attention import capability_here
 from ..tracing.describe import describe
 from ..tracing.options import DescribeOptions
 
-T = TypeVar("T")
 _MAX_FILES = 256
 _PACKAGES = (
     "torch", "transformers", "hf_osdp", "accelerate", "huggingface_hub", "safetensors", "torchao", "typing_extensions",
@@ -78,7 +77,7 @@ def describe_once(model: nn.Module, **options: Any) -> ModelDescription:
     if folder is None or key is None:
         return describe(model, **options)
     path = folder / f"{key}.json"
-    if (cached := _read(path, _CachedDescription)) is not None:
+    if (cached := _read(path)) is not None:
         with suppress(OSError):
             path.touch()
         for text in cached.warnings:
@@ -257,10 +256,10 @@ def code_hash() -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path, cls: type[T]) -> T | None:
-    """Return a file's value; None if the file is missing or damaged."""
+def _read(path: Path) -> _CachedDescription | None:
+    """Return a file's description; None if the file is missing or damaged."""
     try:
-        return validated(cls, read_json(path, "cache"), ValueError)
+        return validated(_CachedDescription, read_json(path, "cache"), ValueError)
     except (OSError, ValueError):
         return None
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import nn
 
@@ -52,8 +52,6 @@ from .cache import describe_once
 from .job import Job
 from .run_profile import hardware_of_run, times_of_run
 
-Describe: TypeAlias = Callable[..., ModelDescription]
-"""`describe_once`, or a function with the same arguments."""
 _log = logging.getLogger(__name__)
 
 
@@ -86,20 +84,14 @@ class FoundPlan:
         return self.builder.describe(self.problem.description.split.of_single_blocks)
 
 
-def find_plan(
-    model: nn.Module,
-    job: Job,
-    *,
-    hardware: Hardware | None = None,
-    trace: Describe = describe_once,
-) -> FoundPlan:
+def find_plan(model: nn.Module, job: Job, *, hardware: Hardware | None = None) -> FoundPlan:
     """Search on rank 0 for the run's fastest plan that fits. Collective; arguments and errors are those of
     `ProblemBuilder`.
 
     A single process can run under autocast without FSDP2 if all units stay on the device; that is tried first. Units
     on the host need FSDP2 and its mixed precision.
     """
-    builder = partial(ProblemBuilder, model, hardware=hardware, trace=trace)
+    builder = partial(ProblemBuilder, model, hardware=hardware)
     asked = job.config.host_offload
     if job.precision.autocast and not asked:
         found = builder(job.asking(host_offload=False)).find()
@@ -119,18 +111,17 @@ class ProblemBuilder:
         job: Job,
         *,
         hardware: Hardware | None = None,
-        trace: Describe = describe_once,
         times: BlockTimes | None = None,
     ) -> None:
         """Find out job, limit and hardware; for `hardware=None` use the configuration's, or measure this machine.
         Collective if None.
 
-        `times` are those of the model's blocks, if they are known. `trace` describes the model. Raise
-        HardwareError if offload needs a host that the hardware does not describe, ProfileError if the profile cannot
-        be read, ValueError if sizes, limit and hardware contradict each other.
+        `times` are those of the model's blocks, if they are known. Raise HardwareError if offload needs a host that
+        the hardware does not describe, ProfileError if the profile cannot be read, ValueError if sizes, limit and
+        hardware contradict each other.
         """
-        self.model, self.job, self._trace, config = model, job, trace, job.config
-        self._describer = Describer(model, job, trace)
+        self.model, self.job, config = model, job, job.config
+        self._describer = Describer(model, job)
         self._training = job.training()
         self._profile = _profile(config.profile)
         self.times, self._untimed = times, "estimated"
@@ -189,7 +180,7 @@ class ProblemBuilder:
     def for_job(self, job: Job) -> ProblemBuilder:
         """Return a builder for the same model, hardware and times with another job; it measures nothing."""
         job = job.asking(profile=None)  # its times are known
-        return ProblemBuilder(self.model, job, hardware=self.hardware, trace=self._trace, times=self.times)
+        return ProblemBuilder(self.model, job, hardware=self.hardware, times=self.times)
 
     def find(self) -> FoundPlan:
         """Search on rank 0. Collective."""
@@ -264,8 +255,8 @@ class Describer:
     batch.
     """
 
-    def __init__(self, model: nn.Module, job: Job, trace: Describe = describe_once) -> None:
-        self._model, self._job, self._trace = model, job, trace
+    def __init__(self, model: nn.Module, job: Job) -> None:
+        self._model, self._job = model, job
         self._inputs, self._loss = (job.config.inputs, None) if job.config.inputs else (job.inputs, job.loss)
         self._may_fall_back = job.config.inputs is None and job.inputs is not None and _has_usual_batch(model)
         self._describe = cache(self._traced)
@@ -322,7 +313,7 @@ class Describer:
         return TimedModel(model_or_config=self._model, micro_batch_sizes=micro_batch_sizes, **run.keywords)
 
     def _traced(self, split: ModelSplit, **options: Any) -> ModelDescription:
-        description = self._trace(self._model, **self._run.keywords, split=split, **options)
+        description = describe_once(self._model, **self._run.keywords, split=split, **options)
         return replace(description, other_bytes=sum(self._job.other_models.values()))
 
     @property

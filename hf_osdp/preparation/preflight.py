@@ -17,7 +17,7 @@ from ..distributed.device import has_fixed_segments, own_gpu
 from ..distributed.mesh import find_topology
 from ..distributed.process_group import all_gather_objects
 from ..errors import PreflightError
-from ..measurement.memory_limits import memory_limits, tightest
+from ..measurement.memory_limits import MemoryLimit, memory_limits, tightest
 from ..modeling.batch import without_adapters
 from ..planner.description import DType, UnitDescription
 from ..planner.hardware import Hardware
@@ -51,18 +51,6 @@ class Finding:
     def line(self) -> str:
         """Severity and message: `warning: ...`."""
         return f"{self.severity.value}: {self.message}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceMemory:
-    """Memory of a device now. For the CPU it is the node's memory, which all ranks of the node share."""
-
-    name: str
-    total_bytes: int
-    available_bytes: int
-    """Free, or held by this process already."""
-    sharing: int = 1
-    """Number of ranks that share the memory."""
 
 
 def find_problems(
@@ -191,22 +179,23 @@ def fixed_segments(hardware: Hardware) -> Finding | None:
     return Finding("allocator", Severity.WARNING, message)
 
 
-def memory_now(memory: DeviceMemory | None, needed_bytes: int) -> Finding | None:
-    """Find that the plan's tensors do not fit the available memory."""
-    if memory is None or memory.sharing * needed_bytes <= memory.available_bytes:
+def memory_now(memory: MemoryLimit | None, needed_bytes: int) -> Finding | None:
+    """Find that the plan's tensors do not fit the available memory; that of the CPU is shared by the node's ranks."""
+    sharing = find_topology().ranks_per_node if memory is not None and memory.name == "cpu" else 1
+    if memory is None or sharing * needed_bytes <= memory.free_bytes:
         return None
-    whose = f"The plan's {memory.sharing} ranks here need" if memory.sharing > 1 else "The plan needs"
+    whose = f"The plan's {sharing} ranks here need" if sharing > 1 else "The plan needs"
     message = (
-        f"{whose} {format_bytes(memory.sharing * needed_bytes)} on {memory.name}, but"
-        f" {format_bytes(memory.available_bytes)} of {format_bytes(memory.total_bytes)} are"
+        f"{whose} {format_bytes(sharing * needed_bytes)} on {memory.name}, but"
+        f" {format_bytes(memory.free_bytes)} of {format_bytes(memory.total_bytes)} are"
         " available now; end the processes that hold the rest, or plan again with a lower memory limit."
     )
     return Finding("device memory", Severity.WARNING if memory.name == "cpu" else Severity.ERROR, message)
 
 
-def device_memory(device_type: str, model: nn.Module | None = None) -> DeviceMemory | None:
-    """Return the memory of this rank's device now; None if the plan is for a device that this machine does not have.
-    Collective.
+def device_memory(device_type: str, model: nn.Module | None = None) -> MemoryLimit | None:
+    """Return the memory of this rank's device now, as free what this process holds too; None if the plan is for a
+    device that this machine does not have. Collective.
 
     On the CPU, each rank of the node is assumed to hold as many bytes of parameters as this process.
     """
@@ -215,15 +204,11 @@ def device_memory(device_type: str, model: nn.Module | None = None) -> DeviceMem
             return None
         device = own_gpu()
         free, total = torch.cuda.mem_get_info(device)
-        return DeviceMemory(
-            name=f"{torch.cuda.get_device_name(device)} {device.index}", total_bytes=total,
-            available_bytes=free + torch.cuda.memory_reserved(device),
-        )  # fmt: skip
+        name = f"{torch.cuda.get_device_name(device)} {device.index}"
+        return MemoryLimit(name=name, total_bytes=total, free_bytes=free + torch.cuda.memory_reserved(device))
     memory, ranks = tightest(memory_limits()), find_topology().ranks_per_node
     held = sum(p.nbytes for p in (model.parameters() if model else ()) if p.device.type == "cpu")
-    return DeviceMemory(
-        name="cpu", total_bytes=memory.total_bytes, available_bytes=memory.free_bytes + ranks * held, sharing=ranks
-    )
+    return replace(memory, name="cpu", free_bytes=memory.free_bytes + ranks * held)
 
 
 def checkpoint_bytes(

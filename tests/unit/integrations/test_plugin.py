@@ -136,8 +136,12 @@ def test_requested_config_reads_the_file_of_fsdp_config(tmp_path):
 
 
 def test_torch_compile_of_arguments_is_an_option_of_plans(tmp_path):
-    assert requested_config(True, arguments(tmp_path, torch_compile=True)).compile
-    assert not requested_config(True, arguments(tmp_path)).compile
+    for asked in (True, False):
+        args = arguments(tmp_path, torch_compile=asked)
+        assert (
+            Trainer(model=tiny_model("gpt2", layers=1), args=args, osdp=True).accelerator.plugin.config.compile
+            == asked
+        )
     with pytest.raises(ValueError, match="leave one of the two out"):
         requested_config({"compile": False}, arguments(tmp_path, torch_compile=True))
     assert not copied_arguments(arguments(tmp_path, torch_compile=True)).torch_compile

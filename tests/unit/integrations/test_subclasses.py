@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Seq2SeqTrainer, Training
 
 import hf_osdp
 from hf_osdp import OSDPConfig, with_osdp
-from hf_osdp.integrations.subclasses import bytes_of_other_models
+from hf_osdp.integrations.trainer_loss import bytes_of_other_models
 from hf_osdp.planner.presets import preset
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AlbertConfig
 
-from hf_osdp.integrations.block_forms import unwrapped
+from hf_osdp.integrations.plugin import unwrapped
 from hf_osdp.modeling.compiled import CompiledForward, compile_blocks
 from hf_osdp.modeling.wrapping import recompute
 from hf_osdp.planner.block_forms import BlockForms
