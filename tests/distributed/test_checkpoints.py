@@ -76,11 +76,8 @@ CHAINS = {
         {"layout": "hsdp", "world": 4, "sharded": False}, {**IN_SLICES[4]},
         {"layout": "replicate", "world": 0, "sharded": False, **IN_SLICES[2]}, {"layout": "everything"},
     )),
-    "in the background, whole, of every kind": Chain(
-        case=GROUPS, legs=({"in_background": True}, {"layout": "zero3", "sharded": False}, {"layout": "everything"}),
-    ),
     "host": Chain(
-        case=replace(CASES["host"], steps=1), slow=False,
+        case=replace(CASES["host, every unit"], steps=1), slow=False,
         legs=({}, {"layout": "zero3", "change": on_host(3), "sharded": False}, {"world": 1}),
     ),
     "states on host": Chain(case=replace(CASES["states on host, mixed, AdamW"], steps=2, check=None), slow=False),
