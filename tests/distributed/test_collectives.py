@@ -54,14 +54,9 @@ def scattered(scatter, dtype: torch.dtype, op: str) -> float:
     return (output.double() - exact).abs().max().item()
 
 
-@pytest.mark.parametrize(
-    "world_size",
-    [
-        pytest.param(4, marks=pytest.mark.on_ranks(nodes=2, shared=True)),
-        pytest.param(6, marks=pytest.mark.on_ranks(nodes=3)),
-    ],
-)
-def test_two_stages_and_one_put_every_byte_in_its_place(world_size):
+@pytest.mark.on_ranks(6, nodes=3, shared=True)
+def test_two_stages_and_one_put_every_byte_in_its_place():
+    world_size = 6
     topology, rank = find_topology(), dist.get_rank()
     assert (topology.nodes, topology.ranks_per_node) == (world_size // 2, 2)
     stages = Meshes("cpu").stages(world_size, topology.ranks_per_node)
@@ -75,11 +70,8 @@ def test_two_stages_and_one_put_every_byte_in_its_place(world_size):
             for op in OPS if dtype in TOLERANCE else ():
                 assert scattered(scatter, dtype, op) < TOLERANCE[dtype], (name, dtype, op)
     for dtype, op in product(TOLERANCE, OPS):
-        assert scattered(TransportReduceScatter(TRANSPORTS["in place"]()), dtype, op) < TOLERANCE[dtype], (
-            "one stage",
-            dtype,
-            op,
-        )
+        error = scattered(TransportReduceScatter(TRANSPORTS["in place"]()), dtype, op)
+        assert error < TOLERANCE[dtype], ("one stage", dtype, op)
 
 
 def test_stages_of_half_the_world():
@@ -98,9 +90,7 @@ def test_stages_of_half_the_world():
         meshes = Meshes("cpu")
         meshes.prepare(plan((4, 2), (8, 2), (1, 1)))
         stages = meshes.stages(4, 2)
-        assert (dist.get_process_group_ranks(stages.between), dist.get_process_group_ranks(stages.within)) == (
-            [0, 2],
-            [0, 1],
-        )
+        ranks = [dist.get_process_group_ranks(group) for group in (stages.between, stages.within)]
+        assert ranks == [[0, 2], [0, 1]]
         assert meshes.stages(8, 2).within is stages.within, "both layouts have the same groups inside a node"
         assert meshes.mesh(8).get_group() is dist.group.WORLD

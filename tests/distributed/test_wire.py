@@ -11,17 +11,14 @@ import torch.distributed as dist
 
 from hf_osdp.distributed.collectives import BackendTransport
 from hf_osdp.distributed.wire import Replicas, WireTransport, decode, encode
-from hf_osdp.errors import OSDPError, PlanMismatchError
-from hf_osdp.modeling.units import find_units
+from hf_osdp.errors import OSDPError
 from hf_osdp.planner.hardware import Link
 from hf_osdp.planner.plan import UnitDecision
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.training_job import EXACT, formats_up_to
 from hf_osdp.planner.wire import PIECE_ELEMENTS, WireFormat
 from hf_osdp.preparation.config import OSDPConfig
 from tests.helpers.fake_step import fake_process_group
 from tests.helpers.models import tiny_model
-from tests.helpers.read_back import read_back, verify_applied
 from tests.helpers.sampling import slow_but
 from tests.helpers.training import Case, Loop, loop_of
 
@@ -88,15 +85,7 @@ def test_what_is_not_finite_stays_so_for_a_gradient_scaler(wire, bad):
     values[300] = bad
     decoded = sent(values, wire)
     assert not decoded.isfinite().all() and decoded[:128].isfinite().all()
-
-
-def test_zeros_stay_zeros():
-    assert all(torch.equal(sent(torch.zeros(300), wire), torch.zeros(300)) for wire in WireFormat)
-
-
-def test_allowed_formats_are_no_coarser_than_asked():
-    assert formats_up_to(EXACT) == (EXACT,)
-    assert formats_up_to(INT8) == (EXACT, BF16, INT8) and formats_up_to(INT4) == (EXACT, *WireFormat)
+    assert torch.equal(sent(torch.zeros(300), wire), torch.zeros(300))
 
 
 @pytest.mark.on_ranks(3, shared=True)
@@ -194,15 +183,6 @@ def test_replicas_and_gathered_parameters_stay_equal_to_the_bit(wire):
             assert_same_on_all_ranks(name, parameter.data)
 
 
-@pytest.mark.on_ranks(4, nodes=2, shared=True)
-def test_a_format_that_was_changed_after_the_plan_is_named():
-    loop, units = applied("two_stage", INT8), find_units(tiny_model("gpt2"))
-    assert {one.gather_wire for one in read_back(loop.model, units)} == {INT8}
-    exact = replace(loop.plan, units=tuple(replace(unit, reduce_wire=BF16) for unit in loop.plan.units))
-    with pytest.raises(PlanMismatchError, match=r"gather in int8, reduce in int8'.*reduce in bf16"):
-        verify_applied(loop.model, exact, units)
-
-
 # ---- under the Trainer
 
 
@@ -216,23 +196,22 @@ def stock(tmp_path_factory) -> dict[str, list[float]]:
 
 
 @pytest.mark.on_ranks(2, nodes=2, init=False)
-@pytest.mark.parametrize("strategy", slow_but(("fsdp", "ddp"), daily=("fsdp",)))
-def test_trainer_sends_what_the_planner_chose_saves_masters_and_resumes(tmp_path, stock, strategy):
+def test_trainer_sends_what_the_planner_chose_saves_masters_and_resumes(tmp_path, stock):
     """Two machines of one rank: near the stock run; the resumed half sends what the whole run sent."""
-    args = arguments(str(tmp_path), per_device_train_batch_size=4, save_strategy="steps", save_steps=2)
     slow = replace(preset("cpu", nodes=2), inter_node=Link(latency_s=1e-4, bytes_per_s=1e6, source="made up"))
-    options = {"hardware": slow, "memory_limit": "1GiB", "strategy": strategy}
-    trainer = PlannedTrainer(
-        model=gpt2(), args=args, train_dataset=tokens(), osdp=OSDPConfig(**options, communication="int4")
-    )
-    trainer.train()
+    osdp = OSDPConfig(hardware=slow, memory_limit="1GiB", strategy="fsdp", communication="int4")
+
+    def trained(checkpoint: str | None = None) -> PlannedTrainer:
+        args = arguments(str(tmp_path), per_device_train_batch_size=4, save_strategy="steps", save_steps=2)
+        trainer = PlannedTrainer(model=gpt2(), args=args, train_dataset=tokens(), osdp=osdp)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return trainer
+
+    trainer = trained()
     wires = {wire for unit in trainer._run.plan.units for wire in unit.formats.items()}
-    assert wires == ({("replicas", INT4)} if strategy == "ddp" else {("gather", INT8), ("reduce", INT4)})
-    assert_close(history(trainer), stock, 0.03)
+    assert wires == {("gather", INT8), ("reduce", INT4)}
+    whole = history(trainer)
+    assert_close(whole, stock, 0.03)
     with pytest.raises(AssertionError):
-        assert_close(history(trainer), stock, 1e-9)  # it did round
-    again = PlannedTrainer(
-        model=gpt2(), args=args, train_dataset=tokens(), osdp=OSDPConfig(**options, communication="int4")
-    )
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert_close(history(again), {"loss": history(trainer)["loss"][2:]}, 1e-12)
+        assert_close(whole, stock, 1e-9)  # it did round
+    assert_close(history(trained(str(tmp_path / "checkpoint-2"))), {"loss": whole["loss"][2:]}, 1e-12)
