@@ -136,17 +136,6 @@ def test_rank_may_skip_a_micro_step_that_sends_nothing():
 # ---- weights
 
 
-@pytest.mark.on_ranks(2)
-def test_torch_cannot_clip_on_several_meshes_by_itself():
-    """If it can, `clip_across_meshes` may go."""
-    stock = torch.nn.utils.clip_grad._get_total_norm
-    model, _ = sharded("mixed", LLAMA())
-    assert torch.nn.utils.clip_grad._get_total_norm is not stock
-    tiny_loss(model, tiny_batch(0)).backward()
-    with pytest.raises((RuntimeError, ValueError), match=r"mesh|mixed"):
-        stock([p.grad for p in model.parameters() if p.grad is not None and p.dim()])
-
-
 @pytest.mark.on_ranks(2, shared=True)
 def test_a_rank_that_gathers_alone_is_refused():
     (model, _), alone = sharded("zero3", LLAMA()), LLAMA()

@@ -31,7 +31,7 @@ from tests.helpers.sampling import slow_but
 from tests.helpers.training import Case, Trained, alone, train
 
 from .cases import CASES, optimizers
-from .cases.architectures import EXPERTS, rprop
+from .cases.architectures import EXPERTS
 from .cases.layouts import cut, halved, of, on_host, sliced
 
 
@@ -90,9 +90,6 @@ CHAINS = {
     ),
     "few experts": Chain(
         case=replace(EXPERTS, steps=1), legs=({}, {"layout": "hsdp", "sharded": False}, ON_2)
-    ),
-    "few experts by Rprop": Chain(
-        case=replace(EXPERTS, steps=1, optimizer=rprop), legs=({}, {"layout": "zero3"}, ON_2)
     ),
     "AdamWFp8": low_bit("torchao", "AdamWFp8", slow=False),
     "AdamW8bit of torchao": low_bit("torchao", "AdamW8bit", share=1.0),

@@ -114,14 +114,13 @@ def test_waiting_and_clipping_before_gradients_are_reduced_is_refused():
 
 # kind, micro-batch, reduce in each micro-step, activation checkpointing, weights on rank 0 only
 CASES = {
-    1: [("gpt2", 4, False, False, False)],
     2: [("gpt2", 2, False, True, False), ("bert", 4, True, False, True)],
     4: [("gpt2", 1, False, False, False), ("gpt2", 1, True, False, False)],
 }
 
 
-@pytest.mark.parametrize("world_size", slow_but(CASES, daily=(1, 2)))
-@pytest.mark.on_ranks(init=False)
+@pytest.mark.parametrize("world_size", slow_but(CASES, daily=(2,)))
+@pytest.mark.on_ranks(shared=True)
 def test_loop_equals_one_process(world_size):
     for case in CASES[world_size]:
         (losses, norms, weights), (*wanted, want) = planned(*case), train_one_process(case[0])
@@ -215,7 +214,7 @@ def prepare(loader: bool = True, optimizer_of=None, **changes) -> None:
     OSDPAccelerator(osdp=OSDPConfig(**options)).prepare(*objects)
 
 
-@pytest.mark.on_ranks(2, init=False)
+@pytest.mark.on_ranks(2, shared=True)
 def test_what_cannot_run_is_refused_in_one_line():
     for part, do in {
         "Both osdp and fsdp_plugin": lambda: OSDPAccelerator(osdp=OSDPConfig(), fsdp_plugin=OSDPPlugin()),

@@ -501,43 +501,29 @@ def small_devices(**options: Any) -> OSDPConfig:
     return OSDPConfig(hardware=hardware, sequence_length=12, operator_splitting=False, **options)
 
 
-@pytest.mark.on_ranks(2, init=False)
+@pytest.mark.on_ranks(2, shared=True)
 def test_accelerate_and_plain_loop_plan_for_the_optimizers_given():
     """Muon beside AdamW is sharded, Adafactor has replicas; made after the model was prepared, it is refused."""
-
-    def halves(model: nn.Module, cls: Any) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-        chosen = [
-            [p for name, p in model.named_parameters() if (".h." in name and p.dim() == 2) is wanted]
-            for wanted in (True, False)
-        ]
-        return cls(chosen[0], lr=1e-2), torch.optim.AdamW(chosen[1], lr=1e-2)
-
-    for cls, size in ((torch.optim.Muon, 2), (torch.optim.Adafactor, 1)):
+    for cls, strategy, size in ((torch.optim.Muon, "fsdp", 2), (torch.optim.Adafactor, "osdp", 1)):
         AcceleratorState._reset_state()
-        strategy = {"strategy": "fsdp"} if size == 2 else {}
-        accelerator = OSDPAccelerator(cpu=True, osdp=small_devices(global_batch_size=8, **strategy))
         model = tiny_model("gpt2", layers=2)
-        model, *optimizers = accelerator.prepare(model, *halves(model, cls))
+        chosen: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+        for name, parameter in model.named_parameters():
+            chosen[".h." in name and parameter.dim() == 2].append(parameter)
+        accelerator = OSDPAccelerator(cpu=True, osdp=small_devices(global_batch_size=8, strategy=strategy))
+        model, *optimizers = accelerator.prepare(model, cls(chosen[1], lr=1e-2), torch.optim.AdamW(chosen[0]))
         assert {unit.shard_size for unit in accelerator.planned_run.plan.units} == {size}
-        plain = tiny_model("gpt2", layers=2)
-        with in_float64():
-            for each, by in ((model, optimizers), (plain, halves(plain, cls))):
-                for _ in range(2):
-                    backward(each)
-                    for optimizer in by:
-                        optimizer.step()
-                        optimizer.zero_grad()
-        weights = full_state_dict(model)
-        assert dist.get_rank() or worst(weights, full_state_dict(plain)) < 1e-12
+        backward(model)
+        for optimizer in optimizers:
+            optimizer.step()
     AcceleratorState._reset_state()
     accelerator = OSDPAccelerator(cpu=True, osdp=small_devices(global_batch_size=8, strategy="fsdp"))
     accelerator.plan(given := tiny_model("gpt2", layers=2))
     model = accelerator.prepare(given)
     with pytest.raises(OSDPError, match="Adafactor is not element-wise: it needs whole parameters"):
         accelerator.prepare(model, torch.optim.Adafactor(model.parameters()))
-    plain = OptimalShardedDataParallel(
-        tiny_model("gpt2", layers=2), small_devices(global_batch_size=8), optimizer="adafactor"
-    )
+    config = small_devices(global_batch_size=8)
+    plain = OptimalShardedDataParallel(tiny_model("gpt2", layers=2), config, optimizer="adafactor")
     assert {unit.shard_size for unit in plain.plan.units} == {1}
     backward(plain.module)
     Adafactor(plain.parameters()).step()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
-
 from tests.helpers.architectures import TINY, batches_of, loss_of, no_float32, tiny_architecture, units_of
 from tests.helpers.training import Case
 
@@ -25,11 +23,6 @@ CASES = {
     )
     for name in TINY
 }  # fmt: skip
-
-
-def rprop(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Rprop steps local shards as plain tensors, as optimizers of other packages do."""
-    return torch.optim.Rprop(model.parameters(), lr=1e-3)
 
 
 EXPERTS = Case(
