@@ -84,7 +84,7 @@ def test_one_process_with_units_on_host_is_fsdp2_saves_and_goes_on_exactly(tmp_p
     once = epoch(accelerator, model, *rest)
     accelerator.load_state(tmp_path)
     assert epoch(accelerator, model, *rest) == once
-    assert {type(parameter).__name__ for parameter in model.parameters()} == {"DTensor", "Parameter"}
+    assert "DTensor" in {type(parameter).__name__ for parameter in model.parameters()}
     assert set(accelerator.get_state_dict(model)) == tiny_model("gpt2").state_dict().keys()
 
 
