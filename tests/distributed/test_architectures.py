@@ -15,7 +15,6 @@ import hf_osdp
 from hf_osdp import OSDPConfig, Trainer
 from hf_osdp.errors import CheckpointingError
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
-from hf_osdp.measurement.block_times import TimedModel, measure_block_times
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.placement import Activations, activation_choices
@@ -33,18 +32,14 @@ from tests.helpers.training import loop_of
 from .cases.architectures import EXPERTS
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])  # code is generated
 @pytest.mark.on_ranks(2, shared=True)
-def test_experts_train_as_alone_while_the_peak_is_measured(compiled):
+def test_experts_train_as_alone_while_the_peak_is_measured():
     """In float32, where transformers' experts multiply in groups; the peak of the second step is measured."""
     alone, sharded = (tiny_architecture("MixtralForCausalLM").float() for _ in range(2))
     for each in (alone, sharded):
         each.set_experts_implementation("grouped_mm")
-    model = OptimalShardedDataParallel(
-        sharded,
-        {"sequence_length": 32, "global_batch_size": 4, "hardware": "cpu", "strategy": "osdp", "compile": compiled},
-    )
-    assert bool(model.plan.compiled_classes) == compiled
+    run = {"sequence_length": 32, "global_batch_size": 4, "hardware": "cpu", "strategy": "osdp"}
+    model = OptimalShardedDataParallel(sharded, run)
     samples = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(0))
     mine = samples[2 * dist.get_rank() :][:2]
     losses = []
@@ -113,17 +108,10 @@ def test_batch_norms_are_own_units_under_low_precision_alone():
     dtypes = (None, DType.BFLOAT16)
     plain, low = (describe(model, sequence_length=1, compute_dtype=one, recomputation=False) for one in dtypes)
     assert not any(unit.keeps_dtype for unit in plain.units)
-    kept = {parameter.name for unit in low.units if unit.keeps_dtype for parameter in unit.parameters}
-    norms = {
-        f"{name}.{leaf}"
-        for name, m in model.named_modules()
-        if isinstance(m, torch.nn.BatchNorm2d)
-        for leaf in ("weight", "bias")
-    }
-    assert kept == norms
-    assert not any(
-        parameter.keeps_dtype for unit in low.units if not unit.keeps_dtype for parameter in unit.parameters
-    )
+    kept = {parameter.name for unit in low.units for parameter in unit.parameters if parameter.keeps_dtype}
+    norms = [name for name, module in model.named_modules() if isinstance(module, torch.nn.BatchNorm2d)]
+    assert kept == {f"{name}.{leaf}" for name in norms for leaf in ("weight", "bias")}
+    assert all(unit.keeps_dtype == parameter.keeps_dtype for unit in low.units for parameter in unit.parameters)
 
 
 def test_blocks_with_batch_norm_are_not_recomputed_but_offloaded():
@@ -131,25 +119,11 @@ def test_blocks_with_batch_norm_are_not_recomputed_but_offloaded():
     description = describe(model, sequence_length=1, device_type="cuda")
     assert not description.recomputable
     assert any(Activations.OFFLOAD in choices for choices in activation_choices(description))
+    job = TrainingJob(global_batch_size=8, recompute=True)
     with pytest.raises(ValueError, match="no block of this model can be recomputed: it has batch normalisation"):
-        search(
-            problem(
-                description, preset("h100", devices_per_node=2), TrainingJob(global_batch_size=8, recompute=True),
-                2**40,
-            ),
-        )  # fmt: skip
+        search(problem(description, preset("h100", devices_per_node=2), job, 2**40))
     with pytest.raises(CheckpointingError, match="has batch normalisation, whose running statistics"):
         describe(model, sequence_length=1, activation_checkpointing=True)
-
-
-@pytest.mark.slow
-def test_blocks_with_batch_norm_are_timed_in_low_precision():
-    model = tiny_architecture("ResNetForImageClassification").float()
-    timed = TimedModel(
-        model_or_config=model, sequence_length=1, micro_batch_sizes=(2, 3), compute_dtype=DType.BFLOAT16
-    )
-    times = measure_block_times(timed, device=torch.device("cpu"), seconds=0.01)
-    assert len(times) >= 2
 
 
 def test_a_model_in_bfloat16_gets_statistics_in_float32():

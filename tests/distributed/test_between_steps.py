@@ -1,4 +1,6 @@
-"""Work between steps that is refused, and what is whole for it. What equals one process is in `cases/steps.py`."""
+"""Work between steps and reads of weights that are refused, and what is whole for them. What equals one process is in
+`cases/steps.py` and `cases/reads.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,10 @@ import copy
 import gc
 import re
 import weakref
+from contextlib import nullcontext
+from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,10 +30,13 @@ from hf_osdp.sharding.between_steps import AcrossLayouts
 from hf_osdp.sharding.gradients import local
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.steps import micro_step
+from hf_osdp.sharding.weight_reads import WeightReads
 from tests.helpers.checkpointed import whole, worst
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+from tests.helpers.training import Case, alone, assert_trained_alike, loop_of, train
 
+from .cases import reads
 from .cases.steps import LLAMA, SGD, with_more
 
 
@@ -128,17 +136,6 @@ def test_rank_may_skip_a_micro_step_that_sends_nothing():
 # ---- weights
 
 
-@pytest.mark.on_ranks(2)
-def test_torch_cannot_clip_on_several_meshes_by_itself():
-    """If it can, `clip_across_meshes` may go."""
-    stock = torch.nn.utils.clip_grad._get_total_norm
-    model, _ = sharded("mixed", LLAMA())
-    assert torch.nn.utils.clip_grad._get_total_norm is not stock
-    tiny_loss(model, tiny_batch(0)).backward()
-    with pytest.raises((RuntimeError, ValueError), match=r"mesh|mixed"):
-        stock([p.grad for p in model.parameters() if p.grad is not None and p.dim()])
-
-
 @pytest.mark.on_ranks(2, shared=True)
 def test_a_rank_that_gathers_alone_is_refused():
     (model, _), alone = sharded("zero3", LLAMA()), LLAMA()
@@ -181,7 +178,7 @@ def test_sums_with_gradients_over_layouts_are_refused():
 
 @pytest.mark.on_ranks(2, shared=True)
 def test_parts_are_saved_whole_and_shards_are_not_replaced(tmp_path):
-    for layout in ("mixed", "zero3", "zero2", "replicate"):
+    for layout in ("mixed", "replicate"):
         (model, _), alone, folder = sharded(layout, LLAMA()), LLAMA(), tmp_path / layout
 
         def saved(name: str, alone: nn.Module = alone, folder: Any = folder) -> float:
@@ -211,20 +208,61 @@ def test_merged_adapters_are_saved_as_in_one_process(tmp_path):
         r=4, lora_dropout=0.0, task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], init_lora_weights=False
     )
     for inside in (False, True):
-        merged = []
-        for layout in ("mixed", None):
+        models = []
+        for _ in range(2):
             torch.manual_seed(0)
-            model = peft.get_peft_model(tiny_model("llama", layers=2), config).double()
-            if layout is not None:
-                units = find_units(model)
-                apply_plan(model, plan_of(units, 2, layout), units, meshes=Meshes("cpu"))
-            if inside:
-                with hf_osdp.full_parameters(model):
-                    merged.append(model.merge_and_unload())
-            else:
-                merged.append(model.merge_and_unload())
+            models.append(peft.get_peft_model(tiny_model("llama", layers=2), config).double())
+        sharded("mixed", models[0])
+        with hf_osdp.full_parameters(models[0]) if inside else nullcontext():
+            merged = [model.merge_and_unload() for model in models]
         folder = tmp_path / str(inside)
         merged[0].save_pretrained(folder)
         saved = type(merged[1]).from_pretrained(folder, dtype=torch.float64)
         assert worst(saved.state_dict(), merged[1].state_dict()) < 1e-12
         assert all(isinstance(local(p), torch.Tensor) for p in merged[0].parameters())
+
+
+# ---- reads of weights
+
+
+def warm(model: nn.Module) -> nn.Module:
+    """Have forward read a weight of a unit that an earlier call has left gathered, before the unit runs."""
+
+    def logits(self: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            reads.hidden_of(self, input_ids)
+        scale = reads.weight_of(reads.matrix(self)).mean()
+        return self.lm_head(reads.hidden_of(self, input_ids)) * (1 + scale)
+
+    reads.with_forward(model, logits)
+    return model
+
+
+UNGUARDED = {"forward reads head": "llama", "loss reads head": "llama", "penalties": "gpt2", "read first": "llama"}
+
+
+@pytest.mark.on_ranks(2, shared=True)
+def test_guard_raises_on_all_ranks_where_reads_are_not_gathered():
+    """Without the mechanism, a read of each kind is an error, or right where the weight happened to be gathered."""
+    meshes, raised = Meshes("cpu"), set()
+    with patch.object(WeightReads, "read", lambda self, group: None):
+        for (kind, name), layout in product(UNGUARDED.items(), ("zero3", "mixed")):
+            case = Case(model=reads.reading(name, kind), loss=reads.KINDS[kind][1], layout=layout)
+            try:
+                trained = train(case, meshes=meshes)
+            except UnreducedGradientError as error:
+                assert str(error).startswith("Unit '") and "got a gradient for a shard of its weight" in str(error)
+                raised.add(kind)
+            else:
+                assert_trained_alike(trained, lambda case=case: alone(case.alone))
+        assert raised == set(UNGUARDED), "the guard is needed for every way to read"
+        with pytest.raises(UnreducedGradientError, match=r"Unit 'model\.layers\.1' got a gradient for its weight"):
+            train(Case(model=lambda: warm(tiny_model("llama")), layout="zero2"), meshes=meshes)
+
+
+@pytest.mark.on_ranks(2, shared=True)
+def test_second_backward_through_a_read_weight_is_refused():
+    loop, _ = loop_of(Case(model=reads.reading("llama", "loss reads head"), layout="zero3"))
+    loop.loss(0).backward(retain_graph=True)  # nothing was read
+    with pytest.raises(OSDPError, match="retain_graph=True lets backward run again"):
+        reads.loss_reads_head(loop.model, tiny_batch(0)).backward(retain_graph=True)

@@ -1,9 +1,12 @@
-"""Blocks that are recomputed or compiled: what shows on ranks alone."""
+"""Blocks that are recomputed, compiled or in slices: what shows on ranks alone."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,11 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from hf_osdp.distributed.fsdp_internals import parameter_groups
 from hf_osdp.modeling import selective
-from hf_osdp.modeling.build import disable_cache
-from hf_osdp.modeling.compiled import CompiledForward
+from hf_osdp.modeling.parts import LinearSlice
 from hf_osdp.modeling.units import find_units
 from hf_osdp.modeling.wrapping import recompute
 from hf_osdp.planner.description import Recomputation
@@ -24,7 +28,9 @@ from hf_osdp.sharding.apply import apply_plan
 from tests.helpers.checkpointed import whole
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
-from tests.helpers.training import train_model
+from tests.helpers.training import loop_of
+
+from .cases.layouts import OPERATORS, sliced
 
 SAVED = ("addmm#0", "addmm#1", "sigmoid#0")
 
@@ -50,38 +56,20 @@ def gradients_of(block: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("frees", [True, False])
-@pytest.mark.on_ranks(2)
+@pytest.mark.on_ranks(2, shared=True)
 def test_unit_inside_recomputed_block_leaves_gradients_and_saved_operators(frees):
     """A unit that stays gathered is gathered in the first run of a block alone."""
     taken, take = [], selective._Output.take
-    selective._Output.take = lambda self, call: taken.append(call) or take(self, call)
     torch.manual_seed(0)
     plain = Block().double()
     block, mesh = copy.deepcopy(plain), init_device_mesh("cpu", (2,))
     recompute(block, Recomputation(saved_calls=SAVED))
     fully_shard(block.inner, mesh=mesh, reshard_after_forward=frees)
     fully_shard(block, mesh=mesh)
-    wanted, found = gradients_of(plain), gradients_of(block)
+    with patch.object(selective._Output, "take", lambda self, call: taken.append(call) or take(self, call)):
+        wanted, found = gradients_of(plain), gradients_of(block)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert sorted(taken) == sorted(2 * SAVED), "each is handed out in both runs"
-
-
-@pytest.mark.slow  # code is generated
-@pytest.mark.on_ranks(2, timeout_s=240)
-def test_compiled_blocks_train_in_bf16_as_they_do_uncompiled():
-    losses = {}
-    for layout in ("compiled", "mixed"):
-        model = tiny_model("gpt2", dtype=torch.float32, layers=2)
-        disable_cache(model)  # as all roads do: a block that runs again would find its keys there
-        units = find_units(model)
-        plan = plan_of(units, dist.get_world_size(), layout)
-        apply_plan(
-            model, plan, units, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        )
-        assert isinstance(model.transformer.h[0].forward, CompiledForward) is (layout == "compiled")
-        losses[layout] = torch.tensor(train_model(model, plan, steps=4).losses)
-    torch.testing.assert_close(losses["compiled"], losses["mixed"], rtol=1e-2, atol=0.0)  # bf16 has 8 bits
-    assert losses["mixed"].unique().numel() > 1, "it trains"
 
 
 @pytest.mark.slow  # code is generated
@@ -109,3 +97,37 @@ def test_compiled_blocks_train_on_varying_lengths_and_compile_twice():
             assert first > 0 and second == 2 * first and set(later) == {second}
     for found in (losses, norms):  # norms of the sums over all steps
         torch.testing.assert_close(found["compiled"], found["mixed"], rtol=1e-10, atol=1e-14)
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[dict[str, int]]:
+    """Most bytes that slices show unsharded at once, and most of them."""
+    slices = [module for module in model.modules() if isinstance(module, LinearSlice)]
+    groups = [group for module in slices for group in parameter_groups(module)]
+    seen, wait = {"bytes": 0, "slices": 0}, FSDPParamGroup.wait_for_unshard
+
+    def watch(group: FSDPParamGroup) -> None:
+        wait(group)
+        shown = [p.unsharded_param for g in groups if g.is_unsharded for p in g.fsdp_params]
+        seen["bytes"] = max(seen["bytes"], sum(p.numel() * p.itemsize for p in shown))
+        seen["slices"] = max(seen["slices"], sum(g.is_unsharded for g in groups))
+
+    FSDPParamGroup.wait_for_unshard = watch
+    try:
+        yield seen
+    finally:
+        FSDPParamGroup.wait_for_unshard = wait
+
+
+@pytest.mark.on_ranks(2, shared=True)
+def test_one_slice_is_gathered_at_once():
+    """In forward and backward, with every unit freed after use."""
+    for name, slices in (("gpt2", 4), ("llama", 2)):
+        case = sliced(name, slices, layout="zero3")
+        whole = [case.model().get_submodule(fqn) for fqn in OPERATORS[name]]
+        largest = max(sum(p.numel() * p.itemsize for p in operator.parameters()) for operator in whole)
+        loop, _ = loop_of(case)
+        with watched(loop.model) as seen:
+            loop.step(0)
+        assert seen["slices"] == 1
+        assert largest / slices <= seen["bytes"] < largest / slices * 1.1  # the first slices have one row more

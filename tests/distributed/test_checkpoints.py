@@ -31,7 +31,7 @@ from tests.helpers.sampling import slow_but
 from tests.helpers.training import Case, Trained, alone, train
 
 from .cases import CASES, optimizers
-from .cases.architectures import EXPERTS, rprop
+from .cases.architectures import EXPERTS
 from .cases.layouts import cut, halved, of, on_host, sliced
 
 
@@ -76,11 +76,8 @@ CHAINS = {
         {"layout": "hsdp", "world": 4, "sharded": False}, {**IN_SLICES[4]},
         {"layout": "replicate", "world": 0, "sharded": False, **IN_SLICES[2]}, {"layout": "everything"},
     )),
-    "in the background, whole, of every kind": Chain(
-        case=GROUPS, legs=({"in_background": True}, {"layout": "zero3", "sharded": False}, {"layout": "everything"}),
-    ),
     "host": Chain(
-        case=replace(CASES["host"], steps=1), slow=False,
+        case=replace(CASES["host, every unit"], steps=1), slow=False,
         legs=({}, {"layout": "zero3", "change": on_host(3), "sharded": False}, {"world": 1}),
     ),
     "states on host": Chain(case=replace(CASES["states on host, mixed, AdamW"], steps=2, check=None), slow=False),
@@ -93,9 +90,6 @@ CHAINS = {
     ),
     "few experts": Chain(
         case=replace(EXPERTS, steps=1), legs=({}, {"layout": "hsdp", "sharded": False}, ON_2)
-    ),
-    "few experts by Rprop": Chain(
-        case=replace(EXPERTS, steps=1, optimizer=rprop), legs=({}, {"layout": "zero3"}, ON_2)
     ),
     "AdamWFp8": low_bit("torchao", "AdamWFp8", slow=False),
     "AdamW8bit of torchao": low_bit("torchao", "AdamW8bit", share=1.0),

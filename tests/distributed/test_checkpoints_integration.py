@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import signal
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,13 +31,11 @@ from hf_osdp.distributed.launcher import launched_rank, launched_world_size
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.distributed.stop import EXIT_CODE
 from hf_osdp.integrations.accelerator import OSDPAccelerator
-from hf_osdp.integrations.plugin import OSDPPlugin
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.presets import preset
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict
-from tests.distributed import test_integration_accelerator as loop
 from tests.distributed import test_integration_trainer as stock
 from tests.helpers.checkpointed import groups_of, worst
 from tests.helpers.distributed import run_ranks
@@ -49,10 +46,9 @@ from tests.helpers.models import tiny_model as core_model
 SHARDED, WHOLE = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
 
 
-def trained(
-    folder: str, resume: str | None, layout: str, strategy: str | None, *, stop_at: int | None = None, **options
-):
-    """A Trainer of any world: losses of its steps, and whole weights."""
+def trained(folder: str, resume: str | None, layout: str, strategy: str | None, options: dict) -> tuple:
+    """A Trainer of any world: losses of its steps, whole weights, and its last step."""
+    stop_at = options.pop("stop_at", None)
     world, model = launched_world_size(), stock.tiny_model(seed=launched_rank() + 7 * (resume is not None))
     if strategy is None and world > 1:
         plan = mixed_plan(
@@ -88,92 +84,25 @@ class _Killed(stock.transformers.TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def in_turn(folder: str, cases: list[tuple]) -> list[tuple]:
-    return [
-        trained(f"{folder}/{name}", resume, layout, strategy, **options)
-        for name, resume, layout, strategy, options in cases
-    ]
-
-
 @pytest.mark.slow
 def test_trainer_resumes_under_other_plans_and_numbers_of_ranks(tmp_path):
     want, weights, _ = stock.run_stock(stock.Training(), str(tmp_path / "stock"))
-    first = run_ranks(in_turn, 2, str(tmp_path), [("first", None, SHARDED, None, {"async_save": True})], shared=True)[
-        0
-    ][0]
-    assert max(abs(a - b) for a, b in zip(first[0], want["loss"], strict=True)) < 1e-12
-    assert sorted(path.name for path in (tmp_path / "first").glob("checkpoint-*")) == [
-        f"checkpoint-{step}" for step in (2, 3, 4, 5)
-    ]
-    alone = trained(str(tmp_path / "alone"), str(tmp_path / "first" / "checkpoint-2"), WHOLE, None)
-    cases = [
-        ("again", str(tmp_path / "alone" / "checkpoint-3"), WHOLE, "fsdp", {}),
-        ("stopped", str(tmp_path / "first" / "checkpoint-2"), SHARDED, None, {"stop_at": 2}),
-        ("after", str(tmp_path / "stopped" / "checkpoint-4"), WHOLE, None, {}),
-    ]
-    again, stopped, after = run_ranks(in_turn, 2, str(tmp_path), cases, shared=True)[0]
-    for losses, got, steps in ([alone[0], alone[1], 3], [again[0], again[1], 2], [after[0], after[1], 1]):
-        assert max(abs(a - b) for a, b in zip(losses, want["loss"][-steps:], strict=True)) < 1e-12
+
+    def on_two(name: str, resume: str | None, layout: str, *plan: str | None, **options: object) -> tuple:
+        arguments = (str(tmp_path / name), resume and str(tmp_path / resume), layout, *(plan or (None,)), options)
+        return run_ranks(trained, 2, *arguments, shared=True)[0]
+
+    first = on_two("first", None, SHARDED, async_save=True)
+    kept = {path.name for path in (tmp_path / "first").glob("checkpoint-*")}
+    assert kept == {f"checkpoint-{step}" for step in (2, 3, 4, 5)}
+    alone = trained(str(tmp_path / "alone"), str(tmp_path / "first" / "checkpoint-2"), WHOLE, None, {})
+    again = on_two("again", "alone/checkpoint-3", WHOLE, "fsdp")
+    stopped = on_two("stopped", "first/checkpoint-2", SHARDED, stop_at=2)
+    after = on_two("after", "stopped/checkpoint-4", WHOLE)
+    for (losses, got, _), steps in ((first, 5), (alone, 3), (again, 2), (after, 1)):
+        assert losses == pytest.approx(want["loss"][-steps:], abs=1e-12)
         assert worst(got, weights) < 1e-12
     assert stopped[2] == 4 and last_checkpoint(tmp_path / "stopped").name == "checkpoint-4"
-
-
-def looped(folder: str, legs: list[tuple]) -> list[list[float]]:
-    """Legs one after the other: what is loaded, what is saved, in which layout, and how many steps before."""
-    return [_looped(folder, *leg) for leg in legs]
-
-
-def _looped(folder: str, load: str | None, save: str, layout: str, start: int, steps: int, make=None) -> list[float]:
-    world = launched_world_size()
-    micro = min(4, loop.GLOBAL_BATCH // world)
-    accumulation = loop.GLOBAL_BATCH // micro // world
-    model = loop.tiny_model(seed=3 if load else 0)
-    if make is None:
-        plan = mixed_plan(
-            model,
-            world,
-            sequence_length=loop.LENGTH,
-            micro_batch_size=micro,
-            accumulation_steps=accumulation,
-            reduce=True,
-        )
-        plugin = OSDPPlugin(osdp=OSDPConfig(plan=plan), state_dict_type=layout)
-        accelerator = OSDPAccelerator(fsdp_plugin=plugin, gradient_accumulation_steps=accumulation)
-    else:
-        accelerator = make(gradient_accumulation_steps=accumulation, cpu=True)
-    optimizer = loop.new_optimizer(model)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-    if make is None:
-        accelerator.plan(model, sequence_length=loop.LENGTH, global_batch_size=loop.GLOBAL_BATCH)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    accelerator.register_for_checkpointing(scheduler)
-    if load is not None:
-        accelerator.load_state(f"{folder}/{load}")
-    losses = []
-    for batch in islice(loop.tokens().split(loop.GLOBAL_BATCH), start, start + steps):
-        losses += loop.train_loop(accelerator, model, optimizer, batch.split(micro)[launched_rank() :: world])[0]
-        scheduler.step()
-    accelerator.save_state(f"{folder}/{save}")
-    return losses
-
-
-@pytest.mark.slow
-def test_accelerate_loop_resumes_on_other_ranks_and_from_plain_accelerate(tmp_path):
-    folder = str(tmp_path)
-    (want,) = looped(folder, [(None, "plain", WHOLE, 0, 5, Accelerator)])
-    first = run_ranks(looped, 2, folder, [(None, "a", SHARDED, 0, 2)], shared=True)[0][0]
-    alone = looped(folder, [("a", "b", WHOLE, 2, 1), (None, "c", WHOLE, 0, 3, Accelerator)])
-    again = run_ranks(looped, 2, folder, [("b", "d", WHOLE, 3, 2), ("c", "e", WHOLE, 3, 2)], shared=True)[0]
-    assert first + alone[0] + again[0] == pytest.approx(want, abs=1e-12)
-    assert again[1] == pytest.approx(want[3:], abs=1e-12)
-    first = run_ranks(looped, 4, folder, [(None, "g", WHOLE, 0, 1)], shared=True)[0]
-    two = run_ranks(looped, 2, folder, [("g", "h", SHARDED, 1, 1)], shared=True)[0]
-    alone = looped(folder, [("h", "i", WHOLE, 2, 1)])
-    four = run_ranks(looped, 4, folder, [("i", "j", SHARDED, 3, 2)], shared=True)[0]
-    assert first[0] + two[0] + alone[0] + four[0] == pytest.approx(want, abs=1e-12)
-    (tmp_path / "d" / "custom_checkpoint_0.pkl").unlink()
-    with pytest.raises(Exception, match=r"d is damaged: custom_checkpoint_0.pkl is missing"):
-        looped(folder, [("d", "f", WHOLE, 4, 1)])
 
 
 def exchanged(folder: str) -> dict[str, float]:
@@ -238,9 +167,8 @@ def difference(model, optimizer, other, its) -> float:
     state, states = full_optimizer_state_dict(model, optimizer), full_optimizer_state_dict(other, its)
     if dist.get_rank():
         return 0.0
-    assert [group["params"] for group in state["param_groups"]] == [
-        group["params"] for group in states["param_groups"]
-    ]
+    ours, theirs = ([group["params"] for group in one["param_groups"]] for one in (state, states))
+    assert ours == theirs
     flat = [{f"{n}.{k}": v for n, own in each["state"].items() for k, v in own.items()} for each in (state, states)]
     return max(worst(weights, others), worst(*flat))
 
@@ -250,15 +178,53 @@ def test_states_go_from_and_to_plain_accelerate(tmp_path):
     assert len(errors) == 5 and set(errors.values()) == {0.0}, errors
 
 
+def fully_sharded(world: int) -> OSDPAccelerator:
+    hardware = preset("cpu", devices_per_node=world)
+    return OSDPAccelerator(osdp={"hardware": hardware, "strategy": "fsdp"}, cpu=True)
+
+
+def losses_of(accelerator: Accelerator, model, optimizers, steps: range) -> list[float]:
+    """Losses over all ranks."""
+    found = []
+    for step in steps:
+        loss = tiny_loss(model, tiny_batch(step, part=launched_rank(), parts=launched_world_size()))
+        accelerator.backward(loss)
+        found.append(accelerator.reduce(loss.detach(), "mean").item())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def from_plain(folder: str, ours: bool) -> list[float]:
+    """Losses of steps: plain Accelerate's loop saves after the second, and ours goes on from there."""
+    accelerator = fully_sharded(launched_world_size()) if ours else Accelerator(cpu=True)
+    model = tiny_model("gpt2", layers=1, seed=int(ours))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if ours:
+        accelerator.plan(model, sequence_length=8, global_batch_size=8, optimizer=optimizer)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if ours:
+        accelerator.load_state(folder)
+    else:
+        losses_of(accelerator, model, [optimizer], range(2))
+        accelerator.save_state(folder)
+    return losses_of(accelerator, model, [optimizer], range(2, 5))
+
+
+def test_checkpoint_of_plain_accelerate_goes_on_under_a_plan(tmp_path):
+    want = from_plain(str(tmp_path), False)
+    for found in run_ranks(from_plain, 2, str(tmp_path), True, shared=True):
+        assert found == pytest.approx(want, abs=1e-12)
+
+
 RATE_STEPS = 6
 
 
 def scheduled(folder: str, loads: tuple[str, ...], save: str, steps: int) -> list[float]:
     """The rates after each load and step of a loop with a scheduler, which Accelerate steps for each process."""
     world = launched_world_size()
-    accelerator = OSDPAccelerator(
-        osdp={"hardware": preset("cpu", devices_per_node=world), "strategy": "fsdp"}, cpu=True
-    )
+    accelerator = fully_sharded(world)
     model = tiny_model("gpt2", layers=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, RATE_STEPS * world)
@@ -301,9 +267,7 @@ def test_a_prepared_scheduler_goes_on_on_other_numbers_of_ranks(tmp_path, caplog
 def by_two_optimizers(folder: str) -> dict[str, list[float]]:
     """Losses after a checkpoint of each layout, and again once it is loaded; a block has its own optimizer."""
     world = launched_world_size()
-    accelerator = OSDPAccelerator(
-        osdp={"hardware": preset("cpu", devices_per_node=world), "strategy": "fsdp"}, cpu=True
-    )
+    accelerator = fully_sharded(world)
     model = tiny_model("gpt2", layers=1, seed=world)
     block = list(model.transformer.h.parameters())
     rest = [parameter for parameter in model.parameters() if all(parameter is not other for other in block)]
@@ -311,26 +275,15 @@ def by_two_optimizers(folder: str) -> dict[str, list[float]]:
     accelerator.plan(model, sequence_length=8, global_batch_size=4, optimizer=optimizers[0])
     model, *optimizers = accelerator.prepare(model, *optimizers)
 
-    def losses(steps: range) -> list[float]:
-        found = []
-        for step in steps:
-            loss = tiny_loss(model, tiny_batch(step, part=launched_rank(), parts=world))
-            accelerator.backward(loss)
-            found.append(accelerator.reduce(loss.detach(), "mean").item())
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        return found
-
-    found = {}
+    found, loop = {}, (accelerator, model, optimizers)
     for start, layout in ((0, SHARDED), (6, WHOLE)):
         if world > 1:
-            losses(range(start, start + 3))
+            losses_of(*loop, range(start, start + 3))
             accelerator.plugin.set_state_dict_type(layout)
             accelerator.save_state(f"{folder}/{layout}")
-            found[layout] = losses(range(start + 3, start + 6))
+            found[layout] = losses_of(*loop, range(start + 3, start + 6))
         accelerator.load_state(f"{folder}/{layout}")
-        found[f"{layout} again"] = losses(range(start + 3, start + 6))
+        found[f"{layout} again"] = losses_of(*loop, range(start + 3, start + 6))
     return found
 
 

@@ -1,8 +1,10 @@
-"""The Trainer on two ranks under a mixed plan trains as one process does, and its checkpoints go on exactly."""
+"""The Trainer on two ranks under a mixed plan trains as one process does, goes on exactly, saves and generates."""
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,15 +19,17 @@ import transformers
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 from transformers.optimization import Adafactor
 
+from hf_osdp.distributed import process_group
 from hf_osdp.distributed.launcher import launched_rank
 from hf_osdp.errors import OSDPError, PlanError
 from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.presets import preset
 from hf_osdp.preparation.config import OSDPConfig
+from hf_osdp.sharding.gradients import local
 from tests.helpers import models
 from tests.helpers.checkpointed import worst
 from tests.helpers.distributed import run_ranks
@@ -179,7 +183,6 @@ TRAININGS = {
     ),
     "adamw_torch_8bit": Training(**EIGHT, resumes=1e-3, within=eagerly),
     "adamw_torch_8bit, compiled": Training(**EIGHT, resumes=1e-3),
-    "adamw_torch_8bit, evaluates first": Training(**EIGHT, within=eagerly, evaluates=True),
     "adamw_torch_4bit, evaluates first": Training(**FOUR, within=eagerly, evaluates=True),
     "adamw_bnb_8bit": Training(
         **BITS, build=partial(gpt2, 256), arguments={"optim": "adamw_bnb_8bit"}, resumes=1e-3, needs="bitsandbytes"
@@ -244,9 +247,9 @@ def test_planned_trainer_equals_the_stock_one(tmp_path, name):
     training = TRAININGS[name]
     pytest.importorskip(training.needs)
     want, weights, losses = run_stock(training, str(tmp_path / "stock"))
-    (found, got, evaluated, rest), _ = run_ranks(
-        run_planned, 2, name, str(tmp_path / "planned"), init=False, timeout_s=280
-    )
+    found, got, evaluated, rest = run_ranks(
+        run_planned, 2, name, str(tmp_path / "planned"), timeout_s=280, shared=True
+    )[0]
     assert_close(found, want, training.tolerance)
     assert evaluated == pytest.approx(losses, abs=1e-6)
     assert not rest or rest == pytest.approx(want["loss"][2:], abs=training.resumes)
@@ -291,12 +294,8 @@ def in_float32(
 )
 @pytest.mark.on_ranks(2, shared=True)
 def test_trainer_resumes_exactly_and_saves_float32_under_hugging_face_names(tmp_path, layout, precision):
-    options = {
-        "save_strategy": "steps",
-        "save_steps": 3,
-        "fsdp_config": {"state_dict_type": layout},
-        **({precision: True} if precision else {}),
-    }
+    options = {"save_strategy": "steps", "save_steps": 3, "fsdp_config": {"state_dict_type": layout}}
+    options |= {precision: True} if precision else {}
     first = in_float32(tmp_path, **options)
     first.train()
     first.save_model(str(tmp_path / "final"))
@@ -308,9 +307,8 @@ def test_trainer_resumes_exactly_and_saves_float32_under_hugging_face_names(tmp_
     assert rest["loss"] == whole["loss"][3:] and rest["grad_norm"][-2:] == whole["grad_norm"][3:]
     if dist.get_rank() == 0:
         saved = load_file(tmp_path / "final" / "model.safetensors")
-        assert {value.dtype for value in saved.values()} == {torch.float32} and all(
-            name.startswith("transformer.") for name in saved
-        )
+        assert {value.dtype for value in saved.values()} == {torch.float32}
+        assert all(name.startswith("transformer.") for name in saved)
         model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "final", output_loading_info=True)
         assert not report["missing_keys"] and not report["unexpected_keys"] and worst(model.state_dict(), state) == 0
 
@@ -323,9 +321,8 @@ class Overflowing(PlannedTrainer):
         return loss * float("inf") if self.state.global_step == 2 and dist.get_rank() == 1 else loss
 
     def training_step(self, *args, **kwargs):
-        self.__dict__.setdefault("skipped", []).append(
-            self.accelerator.optimizer_step_was_skipped
-        )  # of the step before
+        skipped = self.accelerator.optimizer_step_was_skipped  # the step before
+        self.__dict__.setdefault("skipped", []).append(skipped)
         return super().training_step(*args, **kwargs)
 
 
@@ -338,30 +335,13 @@ def test_fp16_overflow_on_one_rank_skips_the_step_on_both(tmp_path):
     assert trainer.skipped[3] and found[0] == found[1]
 
 
-@pytest.mark.on_ranks(2, shared=True)
-def test_trainer_plans_from_its_arguments_and_leaves_them_alone(tmp_path):
-    args = arguments(str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2)
-    options = {"hardware": preset("cpu", devices_per_node=2), "memory_limit": "1GiB"}
-    trainer = Trainer(model=tiny_model(), args=args, train_dataset=tokens(), osdp=options)
-    trainer.train()
-    assert trainer.plan.global_batch_size == 8 and trainer.plan.sequence_length == LENGTH
-    assert trainer.args.per_device_train_batch_size == trainer.plan.micro_batch_size
-    found = [None, None]
-    dist.all_gather_object(found, (trainer.plan.fingerprint, trainer.evaluate(tokens(8))["eval_loss"]))
-    assert found[0] == found[1] and (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (2, 2)
-
-
 @pytest.mark.on_ranks(2, init=False)
 def test_wrong_world_optimizer_and_forgotten_cpu_are_refused(tmp_path):
     plan = mixed_plan(tiny_model(), 4, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=1, reduce=True)
+    data = {"train_dataset": tokens()}
     if not torch.cuda.is_available():  # processes would not see each other
         with pytest.raises(ValueError, match="use_cpu=True"):
-            Trainer(
-                model=tiny_model(),
-                args=arguments(str(tmp_path / "out"), use_cpu=False),
-                train_dataset=tokens(),
-                osdp=True,
-            )
+            Trainer(model=tiny_model(), args=arguments(str(tmp_path / "out"), use_cpu=False), osdp=True, **data)
     whole = replace(plan_of(find_units(tiny_model()), 2, "zero3"), sequence_length=LENGTH, micro_batch_size=4)
     for said, given, optim in (
         ("^The plan is for 4 processes, but 2 are running", plan, "adamw_torch"),
@@ -369,29 +349,7 @@ def test_wrong_world_optimizer_and_forgotten_cpu_are_refused(tmp_path):
     ):
         args = arguments(str(tmp_path / "out"), per_device_train_batch_size=4, optim=optim)
         with pytest.raises(PlanError, match=said):
-            Trainer(model=tiny_model(), args=args, train_dataset=tokens(), osdp=OSDPConfig(plan=given))
-
-
-def train_without_osdp(
-    kind: type[transformers.Trainer], folder: str, **options: object
-) -> tuple[str, dict[str, list[float]]]:
-    trainer = kind(
-        model=tiny_model(), args=arguments(folder, per_device_train_batch_size=4), train_dataset=tokens(), **options
-    )
-    trainer.train()
-    assert not (Path(folder) / "osdp_report.json").exists() and getattr(trainer, "plan", None) is None
-    return type(trainer.accelerator).__name__, history(trainer)
-
-
-def train_switched_off(folder: str) -> tuple[str, dict[str, list[float]]]:
-    return train_without_osdp(PlannedTrainer, folder, osdp=False)
-
-
-@pytest.mark.slow
-def test_trainer_switched_off_is_the_stock_one(tmp_path):
-    want = run_ranks(train_without_osdp, 2, StockTrainer, str(tmp_path / "stock"), init=False)
-    got = run_ranks(train_switched_off, 2, str(tmp_path / "off"), init=False)
-    assert got == want and got[0][0] == "Accelerator"
+            Trainer(model=tiny_model(), args=args, osdp=OSDPConfig(plan=given), **data)
 
 
 class CallsModelToSave(PlannedTrainer):
@@ -415,3 +373,138 @@ def test_rank_that_saves_may_call_the_model_alone(tmp_path):
     if dist.get_rank() == 0:
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
         assert torch.equal(saved(torch.arange(LENGTH)[None]).logits, first.output)
+
+
+# ---- after training
+
+
+PROMPT = torch.arange(5)[None]
+
+
+def assert_saved(folder: str, weights: dict[str, torch.Tensor]) -> GPT2LMHeadModel:
+    model = GPT2LMHeadModel.from_pretrained(folder)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    return model
+
+
+@pytest.mark.on_ranks(2, shared=True)
+def test_sharded_model_saves_and_generates_on_all_ranks_only(tmp_path):
+    model = tiny_model()
+    plan = mixed_plan(model, 2, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=1, reduce=True)
+    args = arguments(str(tmp_path), max_steps=2, per_device_train_batch_size=2)
+    trainer = Trainer(model=model, args=args, train_dataset=tokens(), osdp=OSDPConfig(plan=plan))
+    trainer.train()
+    model, rank = trainer.model, dist.get_rank()
+    hooks = sum(len(module._forward_hooks) for module in model.modules())
+    trainer.train()
+    assert (
+        hooks == sum(len(module._forward_hooks) for module in model.modules())
+        and type(model).__qualname__ == "GPT2LMHeadModel"
+    )
+
+    weights = trainer.accelerator.get_state_dict(model)
+    model.save_pretrained(tmp_path / "gathered")
+    model.save_pretrained(
+        tmp_path / "given", state_dict=trainer.accelerator.get_state_dict(model), is_main_process=rank == 0
+    )
+    dist.barrier()
+    for name in ("gathered", "given") if rank == 0 else ():
+        assert assert_saved(tmp_path / name, weights).config.architectures == ["GPT2LMHeadModel"]
+    plain = GPT2LMHeadModel.from_pretrained(tmp_path / "gathered")
+    generated = plain.generate(PROMPT, max_new_tokens=6, do_sample=False)
+    assert torch.equal(model.generate(PROMPT, max_new_tokens=6, do_sample=False), generated)
+    uneven = torch.arange(5 + rank)[None]  # the shorter prompt takes a step more
+    assert torch.equal(
+        model.generate(uneven, max_length=12, do_sample=False), plain.generate(uneven, max_length=12, do_sample=False)
+    )
+
+    for saved in (model, {"model": model.state_dict()}):
+        with pytest.raises(OSDPError, match=r"one rank's shards.*save_pretrained\(folder\) on every rank"):
+            torch.save(saved, tmp_path / f"saved{rank}.pt")
+    copied = copy.deepcopy(model.state_dict())
+    assert all(torch.equal(local(copied[name]), local(value)) for name, value in model.state_dict().items())
+    process_group.ALL_CALL_S = 1.0
+    if rank == 0:
+        said = r"GPT2LMHeadModel.generate gathers a sharded model.*ranks \[0\] called it and, within 1 s, ranks \[1\] did not"  # noqa: E501
+        with pytest.raises(OSDPError, match=said):
+            model.generate(PROMPT, max_new_tokens=2)
+        with pytest.raises(OSDPError, match=r"GPT2LMHeadModel.save_pretrained gathers"):
+            model.save_pretrained(tmp_path / "alone")
+    dist.barrier()
+    process_group.ALL_CALL_S = 300.0
+    assert torch.equal(model.generate(PROMPT, max_new_tokens=6, do_sample=False), generated)
+
+
+# ---- arguments that mean something else to FSDP2 or the planner
+
+
+SPLIT = {"accelerator_config": {"split_batches": True}}
+STEPS_OF_2 = {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}}
+
+
+def by_arguments(folder: object, osdp: dict[str, Any], **changes: Any) -> Trainer:
+    config = OSDPConfig(hardware=preset("cpu", devices_per_node=2), operator_splitting=False, **osdp)
+    return Trainer(model=tiny_model(), args=arguments(str(folder), **changes), train_dataset=tokens(), osdp=config)
+
+
+def said_by(name: str) -> list[str]:
+    """What a logger says from here on."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger(name).addHandler(handler)
+    return said
+
+
+@pytest.mark.on_ranks(2, shared=True)
+def test_batch_is_what_the_arguments_mean_for_all_ranks(tmp_path):
+    said = said_by("hf_osdp")
+    for batch, osdp, changes in (
+        (GLOBAL_BATCH // 4, {}, STEPS_OF_2),
+        (GLOBAL_BATCH, {"micro_batch_size": 2}, SPLIT),
+        (GLOBAL_BATCH // 2, {}, {"auto_find_batch_size": True}),
+    ):
+        plan = by_arguments(tmp_path, osdp, per_device_train_batch_size=batch, **changes).plan
+        assert plan.global_batch_size == GLOBAL_BATCH, changes
+    switched_off = [line for line in said if line.startswith("auto_find_batch_size=True was switched off")]
+    assert bool(switched_off) == (dist.get_rank() == 0)
+    with pytest.raises(ValueError, match=r"^split_batches=True cannot split batches of 3 over 2 processes"):
+        by_arguments(tmp_path, {}, per_device_train_batch_size=3, **SPLIT)
+    with pytest.raises(ValueError, match=r"^gradient_accumulation_steps=4 and num_steps=2 of accelerator_config"):
+        by_arguments(tmp_path, {}, gradient_accumulation_steps=4, **STEPS_OF_2)
+
+
+@pytest.mark.parametrize("batch", [4, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.on_ranks(2, shared=True)
+def test_warning_at_resume_compares_what_the_user_set(tmp_path, batch):
+    """The second plan has another micro-batch than the first."""
+    said = said_by("transformers.trainer_utils")
+    for steps, micro, given in ((2, 2, 4), (4, 1, batch)):
+        options = {"max_steps": steps, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": given}
+        one = by_arguments(tmp_path, {"micro_batch_size": micro}, **options)
+        one.train(resume_from_checkpoint=True if steps > 2 else None)
+        assert one.state.train_batch_size == given or steps > 2
+    lines = [line for line in said if "per_device_train_batch_size" in line]
+    assert bool(lines) == (batch != 4)
+    assert not lines or "per_device_train_batch_size: 2 (from args) != 4 (from trainer_state.json)" in lines[0]
+
+
+@pytest.mark.on_ranks(2, shared=True)
+def test_later_changes_of_arguments_count_or_are_refused(tmp_path):
+    config = OSDPConfig(strategy="fsdp", micro_batch_size=2, hardware=preset("cpu", devices_per_node=2))
+    options = {"per_device_train_batch_size": 2, "max_grad_norm": 0.0, "max_steps": 2, "lr_scheduler_type": "constant"}
+
+    def made(**more: Any) -> tuple[Any, Trainer]:
+        args = arguments(str(tmp_path), **options)
+        return args, Trainer(model=tiny_model(), args=args, train_dataset=tokens(), osdp=config, **more)
+
+    args, changed = made()
+    args.learning_rate = 0.25
+    changed.train()
+    assert changed.state.log_history[0]["learning_rate"] == 0.25
+    args, larger = made()
+    args.per_device_train_batch_size = 4
+    with pytest.raises(
+        ValueError, match=r"^The Trainer's arguments now make 8 samples per step, but the plan has 4; set batch"
+    ):
+        larger.train()

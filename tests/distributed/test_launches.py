@@ -105,11 +105,8 @@ def test_torchrun_trains(folder):
     assert len(commands) == 2 and "--node-rank 0" in commands[0] and "--node-rank 1" in commands[1]
     port, env, machines = free_port(), environment(PATH=path_of(folder)), []
     for command in commands:
-        command = (
-            command.replace("10.0.0.1", "127.0.0.1")
-            .replace("29500", port)
-            .replace("--nproc-per-node 8", "--nproc-per-node 2")
-        )
+        for given, here in (("10.0.0.1", "127.0.0.1"), ("29500", port), ("per-node 8", "per-node 2")):
+            command = command.replace(given, here)
         machines.append(subprocess.Popen(shlex.split(command), cwd=folder, env=env, stderr=subprocess.PIPE, text=True))
     try:
         errors = [machine.communicate(timeout=240)[1] for machine in machines]

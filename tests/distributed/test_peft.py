@@ -11,14 +11,9 @@ from transformers import TrainingArguments, default_data_collator
 
 from hf_osdp import OSDPConfig, Trainer
 from hf_osdp.modeling.batch import training_batch
-from hf_osdp.planner.presets import preset
-from hf_osdp.planner.search.search import least_memory, search
-from hf_osdp.planner.training_job import TrainingJob
-from hf_osdp.tracing.describe import describe
 from tests.helpers.models import SAMPLES, SEQUENCE_LENGTH, VOCABULARY, tiny_batch, tiny_model
-from tests.helpers.problems import problem
 
-from .cases.optimizers import TARGETS, with_adapters
+from .cases.optimizers import TARGETS
 
 peft = pytest.importorskip("peft", reason="the extra peft is not installed")
 
@@ -58,22 +53,6 @@ def test_adapters_are_saved_and_loaded_in_pefts_format(tmp_path):
     weights = {name: p for name, p in loaded.named_parameters() if "lora_" in name}
     assert len(weights) == 16 and all(p.dtype is torch.float32 for p in weights.values())
     assert all(weights[name].abs().max() > 0 for name in weights if "lora_B" in name), "which begins at zero"
-
-
-def test_frozen_parameters_change_the_plan():
-    hardware, job = preset("cpu", devices_per_node=2), TrainingJob(global_batch_size=2)
-    plain, adapters = tiny_model("llama", dtype=torch.float32), with_adapters("llama").float()
-    whole, few = (
-        describe(model, sequence_length=SEQUENCE_LENGTH, partial_recomputation=False) for model in (plain, adapters)
-    )
-    assert sum(unit.trainable_numel for unit in few.units) == sum(
-        p.numel() for p in adapters.parameters() if p.requires_grad
-    )
-    limit = least_memory(problem(few, hardware, job, strategy="ddp"))
-    assert search(problem(few, hardware, job, limit)).memory.peak_bytes <= limit
-    assert least_memory(problem(whole, hardware, job)) > limit, (
-        "however it is sharded: gradients and states of all parameters do not fit"
-    )
 
 
 def test_inputs_are_those_of_the_model_inside():

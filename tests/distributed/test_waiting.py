@@ -32,18 +32,12 @@ from hf_osdp.planner.search.compare import compare_strategies
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.preparation.preflight import merged_findings
 from tests.distributed.test_integration_trainer import arguments, tiny_model, tokens
-from tests.helpers import null_works
 from tests.helpers.checkpointed import save_loop
 from tests.helpers.distributed import RankFailure, run_ranks
 from tests.helpers.training import Case, loop_of
 
 TIMEOUT_S, WORK_S = 2.0, 3.0
 """Of the group's collectives, and what one rank does meanwhile."""
-
-
-@pytest.fixture(scope="module")
-def library() -> str:
-    return null_works.extension()
 
 
 def work(rank: int) -> None:
@@ -83,40 +77,22 @@ def form_another() -> None:
     dist.init_process_group("another", timeout=timedelta(seconds=TIMEOUT_S))
 
 
-def form(path: str) -> None:
-    null_works.form(path, timeout_s=TIMEOUT_S)
-
-
-AGREEMENTS = {
-    "search": lambda: on_rank_zero(lambda: late(lambda: 7, 0)) == 7,
-    "largest": lambda: late(lambda: max(all_gather_objects(dist.get_rank())), 1) == 1,
-    "findings": lambda: late(lambda: merged_findings(()), 0) == (),
-    "topology": lambda: late(find_topology, 0).nodes == 1,
-}
-
-
 @pytest.mark.slow
 @pytest.mark.on_ranks(2, init=False)
-def test_ranks_wait_for_what_they_tell_each_other():
+def test_ranks_wait_for_searches_and_what_they_tell_each_other():
     form_another()
-    assert all(AGREEMENTS[name]() for name in ("search", "findings"))  # the others are slow
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", AGREEMENTS)
-@pytest.mark.on_ranks(2, init=False)
-def test_ranks_wait_for_searches_and_what_they_tell_each_other(library, name):
-    form(library)
-    assert AGREEMENTS[name]()
+    assert on_rank_zero(lambda: late(lambda: 7, 0)) == 7
+    assert late(lambda: max(all_gather_objects(dist.get_rank())), 1) == 1
+    assert late(lambda: merged_findings(()), 0) == () and late(find_topology, 0).nodes == 1
     dist.all_reduce(torch.ones(1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sharded", "in_background"), [(True, False), (True, True), (False, False)])
 @pytest.mark.on_ranks(2, init=False)
-def test_ranks_wait_for_checkpoints(library, tmp_path, sharded, in_background):
+def test_ranks_wait_for_checkpoints(tmp_path, sharded, in_background):
     """One rank writes, hashes or reads long."""
-    form(library)
+    form_another()
     folder = tmp_path / "checkpoint-1"
     loop, _ = loop_of(Case())
     model, optimizer = loop.model, loop.optimizer
@@ -140,8 +116,8 @@ def compared(*args: object, **options: object) -> object:
 
 @pytest.mark.slow
 @pytest.mark.on_ranks(2, init=False)
-def test_ranks_wait_for_a_trainers_plan_and_model(library, tmp_path):
-    form(library)
+def test_ranks_wait_for_a_trainers_plan_and_model(tmp_path):
+    form_another()
     hardware = preset("cpu", devices_per_node=2)
     osdp = OSDPConfig(hardware=hardware, memory_limit="4MiB", operator_splitting=False, compare=True)
     with slow(Trainer, "_save", 0), mock.patch("hf_osdp.preparation.find_plan.compare_strategies", compared):

@@ -5,15 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
-
 from tests.helpers.architectures import TINY, batches_of, loss_of, no_float32, tiny_architecture, units_of
 from tests.helpers.training import Case
 
 KINDS = (
-    "DistilBertForMaskedLM", "T5ForConditionalGeneration", "BartForConditionalGeneration", "OPTForCausalLM",
-    "Qwen2ForCausalLM", "GemmaForCausalLM", "MixtralForCausalLM", "ViTForImageClassification",
-    "WhisperForConditionalGeneration", "AlbertForMaskedLM", "ResNetForImageClassification",
+    "T5ForConditionalGeneration", "MixtralForCausalLM", "ViTForImageClassification", "AlbertForMaskedLM",
+    "ResNetForImageClassification",
 )  # fmt: skip
 """What GPT-2, BERT and Llama, which other cases train, do not show; more of the same kinds are slow."""
 _COMMON: dict[str, Any] = {"units": units_of, "batches": batches_of, "loss": loss_of, "within": no_float32, "steps": 2}
@@ -26,11 +23,6 @@ CASES = {
     )
     for name in TINY
 }  # fmt: skip
-
-
-def rprop(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Rprop steps local shards as plain tensors, as optimizers of other packages do."""
-    return torch.optim.Rprop(model.parameters(), lr=1e-3)
 
 
 EXPERTS = Case(

@@ -163,15 +163,15 @@ def waiting(layout: str, kind: str, **options: Any) -> Case:
 
 
 CASES |= {
-    f"states on host, {layout}, {kind}": waiting(layout, kind, slow=layout == "replicate" or kind == "NAdam")
-    for layout in ("zero3", "mixed", "replicate") for kind in ("AdamW", "SGD", "NAdam")
+    f"states on host, {layout}, {kind}": waiting(
+        layout, kind, slow=(layout, kind) not in (("mixed", "AdamW"), ("zero3", "SGD"))
+    ) for layout in ("zero3", "mixed", "replicate") for kind in ("AdamW", "SGD", "NAdam")
 }  # fmt: skip
 CASES |= {
     "states on host, bitsandbytes": waiting(
         "mixed", "AdEMAMix", optimizer=partial(decayed, kind="AdEMAMix", package="bitsandbytes.optim"),
         tolerance=1e-9, needs="bitsandbytes",
     ),
-    "states on host, no group": waiting("replicate", "AdamW", world=0),
     "states on host, no group, frozen": waiting("replicate", "AdamW", world=0, model=frozen(("mlp",))),
     "frozen blocks": Case(
         world=4, model=frozen(("wte", "wpe", "h.0", "h.3", "attn", "mlp.c_proj", "h.1.ln", "h.1.mlp.c_fc.weight")),
@@ -219,6 +219,7 @@ CASES |= {
     name: Case(
         model=frozen(("transformer.h.1.", "transformer.h.2.")), layout="replicate", change=frozen_shards,
         optimizer=make, max_norm=None, check=states_are_planned,
+        slow=name not in ("adafactor with a first moment", "global norm"),
         tolerance=1e-2 if "muon" in name else 1e-12,  # Muon multiplies in bf16, whatever it is given
     )
     for name, make in WHOLE.items()
@@ -268,13 +269,12 @@ def signs(loop: Loop, number: int) -> None:
 
 
 CASES |= {
-    "muon, zero3": by_muon("zero3"),
     "muon, zero2, options": by_muon("zero2", nesterov=False, adjust_lr_fn="match_rms_adamw"),
-    "muon, mixed": by_muon("mixed", ns_steps=3),
+    "muon, mixed": by_muon("mixed", ns_steps=3, slow=True),
     "muon, states on host": by_muon("zero3", away=True),
     **{f"muon, {layout} on 4": by_muon(layout, away=layout == "mixed", world=4, slow=True)
        for layout in ("hsdp", "two_stage", "mixed")},
-    **{f"muon, {layout}, hooks": replace(by_muon(layout), step=signs) for layout in ("zero3", "replicate", "mixed")},
+    "muon, mixed, hooks": replace(by_muon("mixed"), step=signs),
 }  # fmt: skip
 
 

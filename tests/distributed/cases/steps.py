@@ -226,15 +226,12 @@ given_up, scaled = gives_up_a_group_of_micro_steps, scales_between_micro_steps
 reduces = "reduce_every_micro_step"
 CASES = {
     "measures before the step": case(measures_before_the_step, max_norm=0.1),
-    "measures before the step, zero2": case(measures_before_the_step, "zero2", max_norm=0.1),
     "writes after an evaluation": case(writes_after_an_evaluation),
     "loads after an evaluation": case(loads_after_an_evaluation),
     "leaves freeing to the optimizer": case(leaves_freeing_to_the_optimizer, kind=AssignsData),
     "scales in a hook": case(scales_in_a_hook, way="states_on_host"),
     "gives up micro-steps": case(given_up),
-    "gives up micro-steps, reduces": case(given_up, way=reduces),
     "gives up micro-steps, zero3, reduces": case(given_up, "zero3", way=reduces),
-    "gives up micro-steps, zero3": case(given_up, "zero3", kind=partial(SGD, foreach=True)),
     "scales between micro-steps": case(scaled, way=reduces),
 }
 WORK: dict[str, Any] = {
@@ -244,7 +241,7 @@ WORK: dict[str, Any] = {
     "sums over layouts": sums_over_layouts,
 }  # fmt: skip
 CASES |= {
-    f"{name}, {layout}": case(step, layout, model=LLAMA, steps=4, slow=layout not in ("mixed", "zero3"))
+    f"{name}, {layout}": case(step, layout, model=LLAMA, steps=4, slow=layout != "mixed" or "EMA" in name)
     for name, step in WORK.items() for layout in ("mixed", "zero3", "zero2", "replicate")
 }  # fmt: skip
 
