@@ -205,17 +205,26 @@ def test_plan_takes_devices_and_times_of_a_profile(model, description, tmp_path)
 
 
 @pytest.mark.slow
-def test_remedies_are_flags_and_true(model):
-    limit = HARDWARE.limit_for(HARDWARE.unavoidable_bytes + 21 * 2**16)
+def test_remedies_are_flags_and_true(tmp_path):
+    """Of a large vocabulary, at the least limit at which slices of it fit."""
+    from transformers import GPT2Config
+
+    GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=8000, n_positions=64).save_pretrained(tmp_path)
     given = {"sequence_length": 32, "global_batch_size": 32, "device": "titan-rtx", "devices_per_node": 4}
-    asked = Request.of(model=model, split_vocabulary=False, precision="no", memory_limit=str(limit), **given)
+
+    def with_limit(limit: int, *, split: bool) -> Case:
+        asked = {**given, "split_vocabulary": split, "memory_limit": str(limit)}
+        return Case(Request.of(model=str(tmp_path / "config.json"), precision="no", **asked))
+
+    with pytest.raises(InfeasibleError) as nothing:
+        _ = with_limit(HARDWARE.limit_for(HARDWARE.unavoidable_bytes + 2**20), split=True).found.plan
+    limit = nothing.value.least_peak_bytes
     with pytest.raises(InfeasibleError) as caught:
-        _ = Case(asked).found.plan
+        _ = with_limit(limit, split=False).found.plan
     flags = [re.search(r"(--[a-z][^;()]*)", way.flags)[1].strip() for way in caught.value.remedies]
     assert {"--split-vocabulary", "--host-memory 64GiB"} < set(flags), flags
     assert "split_vocabulary=True" in str(caught.value) and "split_vocabulary" not in caught.value.on_command_line
-    split = replace(asked, config=replace(asked.config, split_vocabulary=True))
-    assert Case(split).found.plan.peak_bytes <= limit
+    assert with_limit(limit, split=True).found.plan.peak_bytes <= limit
 
 
 def test_load_config_without_a_network_names_the_nearest_shapes(monkeypatch, caplog):
