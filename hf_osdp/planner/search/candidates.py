@@ -171,10 +171,8 @@ def all_candidates(problem: PlanningProblem, *, smallest: bool = False) -> Itera
             yield Candidate(problem=problem, batch=batch, costs=costs, space=space)
 
 
-@lru_cache(maxsize=32)
-def _batch_costs(problem: PlanningProblem, batch: Batch) -> BatchCosts:
-    """Return the costs at one batch, which searches of all strategies and limits share."""
-    return BatchCosts(problem, batch)
+_batch_costs = lru_cache(maxsize=32)(BatchCosts)
+"""Costs at one batch, which searches of all strategies and limits share."""
 
 
 def possible_candidates(problem: PlanningProblem) -> list[Candidate]:

@@ -82,10 +82,6 @@ class Option:
         own = sorted(mesh for mesh in self.meshes if groups_in([mesh]))
         return ((self.structure, self.layout), *own, *([HOST] if self.layout.uses_host else []))
 
-    def fits_where(self, other: Option) -> bool:
-        """Return whether the option takes no more bytes than `other` at every moment."""
-        return all(map(operator.le, self.levels, other.levels))
-
     @functools.cached_property
     def levels(self) -> tuple[int, ...]:
         """Bytes at each moment that depends on the layout. The first is no such moment: a replica is never better than
@@ -121,7 +117,7 @@ def undominated(options: Iterable[Option], *, by_memory: bool = False, meshes: b
         return (
             (by_memory or other.seconds <= option.seconds)
             and (not meshes or other.meshes <= option.meshes)
-            and other.fits_where(option)
+            and all(map(operator.le, other.levels, option.levels))
         )
 
     best: list[Option] = []
