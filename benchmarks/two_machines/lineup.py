@@ -8,7 +8,7 @@ from enum import Enum
 
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.description import DType, ModelDescription
-from hf_osdp.planner.hardware import Hardware
+from hf_osdp.planner.hardware import Collective, Hardware
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.compare import StrategyResult
@@ -50,9 +50,9 @@ class Entrant:
         if self.sends is Sends.STOCK_BF16:
             job = replace(job, precision=Precision(reduce=DType.BFLOAT16))
         estimate = estimate_plan(self.plan, description, job, hardware)
-        assert estimate.time is not None and estimate.collectives is not None, "the hardware is known"
+        assert estimate.time is not None and estimate.streams is not None, "the hardware is known"
         terms = {term: estimate.time.total(term) for term in TERMS}
-        collectives = {collective.value: seconds for collective, seconds in estimate.collectives.items() if seconds}
+        collectives = {kind.value: estimate.streams[kind][0] for kind in Collective if estimate.streams[kind][0]}
         if self.sends is Sends.NOTHING:
             terms, collectives = {**terms, "exposed_s": 0.0, "copy_s": 0.0}, {}
         return {"estimated_s": sum(terms.values()), "terms": terms, "estimated_collectives": collectives}

@@ -112,16 +112,12 @@ def _case(hub_id: str, file: str | None, words: list[str]) -> Case:
     if file is None and (not _HUB_ID.fullmatch(hub_id) or Path(hub_id).exists()):
         raise ValueError(f"MODEL {hub_id!r} is not a hub id; upload its config.json to the page instead.")
     command = typer.Typer(add_completion=False)
-    command.command()(with_flags(_as_asked, make=Request.of))
+    command.command()(with_flags(lambda request: request, make=Request.of))
     parse = typer.main.get_command(command).main
     case = Case(parse([*words, file or hub_id], prog_name="hf-osdp plan", standalone_mode=False))
     if file is not None:
         case.model_config._name_or_path = case.model_config.model_type  # a folder of the server has no meaning
     return case
-
-
-def _as_asked(request: Request) -> Request:
-    return request
 
 
 def _html(*parts: Part) -> str:

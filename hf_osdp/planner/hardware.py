@@ -184,11 +184,6 @@ class CollectiveTiming:
             raise ValueError(f"CollectiveTiming.group_size={self.group_size} must be at least 2.")
         check_numbers(self, "latency_s", "seconds_per_byte")
 
-    @property
-    def key(self) -> tuple[Collective, int, bool]:
-        """Identity among timings."""
-        return self.collective, self.group_size, self.crosses_nodes
-
     def __call__(self, nbytes: int) -> float:
         """Return the seconds of this collective for a whole tensor of `nbytes`."""
         return self.latency_s + self.seconds_per_byte * nbytes
@@ -411,7 +406,8 @@ class Hardware:
         """Return the measured timing of a collective in groups of `group_size`, inside a node or across nodes; None
         if not measured.
         """
-        return next((timing for timing in self.timings if timing.key == (collective, group_size, crosses_nodes)), None)
+        asked = collective, group_size, crosses_nodes
+        return next((t for t in self.timings if (t.collective, t.group_size, t.crosses_nodes) == asked), None)
 
 
 def check_margin(value: object, *, name: str = "memory_margin") -> None:

@@ -176,10 +176,6 @@ class Profile:
         Raises:
             ProfileError: the text is not a valid profile.
         """
-
-        def invalid(problem: str) -> ProfileError:
-            return ProfileError(f"{source} is not a valid profile: {problem}.")
-
         data = parse_json(
             text, lambda problem: ProfileError(f"{source} {problem}. Profile again, or name another file.")
         )
@@ -187,7 +183,7 @@ class Profile:
             raise ProfileError(
                 f"{source} has version {version}; this hf_osdp reads version {PROFILE_VERSION}. Profile again."
             )
-        return validated(cls, data, invalid)
+        return validated(cls, data, lambda problem: ProfileError(f"{source} is not a valid profile: {problem}."))
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -273,25 +269,21 @@ class BlockTimes:
             modes = Affine(constant=0.0 if overlaps else issued * self.hardware.device.operator_s)
             return replace(
                 costs,
-                forward=_measured(costs.forward, forward.plus(modes)),
-                backward=_measured(costs.backward, backward_s),
+                forward=replace(costs.forward, seconds=forward.plus(modes)),
+                backward=replace(costs.backward, seconds=backward_s),
             )
 
         timed = replace(
             segment,
-            forward=_measured(segment.forward, forward),
-            backward=_measured(segment.backward, backward),
+            forward=replace(segment.forward, seconds=forward),
+            backward=replace(segment.backward, seconds=backward),
             recomputed=tuple(replace(policy, costs=again(policy.costs)) for policy in segment.recomputed),
         )
         return timed if found.saved_bytes is None else _with_saved(timed, found.saved_bytes)
 
     def _scaled(self, phase: PhaseCost, description: ModelDescription) -> PhaseCost:
         roofline = phase_affine(phase, description, self.hardware)
-        return _measured(phase, roofline.scaled(self.slowdown, constants=True))
-
-
-def _measured(phase: PhaseCost, seconds: Affine) -> PhaseCost:
-    return replace(phase, seconds=seconds)  # beside a GPU the CPU issues FSDP2's work after these operators
+        return replace(phase, seconds=roofline.scaled(self.slowdown, constants=True))
 
 
 def _with_saved(segment: Segment, saved: Affine) -> Segment:

@@ -84,7 +84,7 @@ def test_fastest_is_the_optimum_of_the_whole_program(monkeypatch, seed, broken):
     best = whole.solve()
     BREAKS[broken](monkeypatch)
     found = candidate.solver(limit).run()
-    assert found.proven and found.objective == pytest.approx(best[1] / scale, rel=2e-7)
+    assert found.bound >= found.objective and found.objective == pytest.approx(best[1] / scale, rel=2e-7)
     assert candidate.solver(limit).run(found.objective * (1 - 1e-6)) is None
 
 

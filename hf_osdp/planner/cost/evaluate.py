@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..description import ModelDescription
-from ..hardware import Collective, Hardware
+from ..hardware import Hardware
 from ..plan import Plan
 from ..training_job import TrainingJob
 from .memory import MemoryEstimate, estimate_memory
@@ -22,11 +22,6 @@ class PlanEstimate:
     """None without hardware, as `streams`."""
     streams: Mapping[str, tuple[float, float]] | None = None
     """Seconds of an optimizer step in each collective and in copies, all and exposed; see `UnitTimer.streams`."""
-
-    @property
-    def collectives(self) -> dict[Collective, float] | None:
-        """Seconds in each collective per optimizer step, overlapped with compute or not."""
-        return None if self.streams is None else {kind: self.streams[kind][0] for kind in Collective}
 
 
 def estimate_plan(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import chain
 from typing import NamedTuple
 
 from ..affine import Affine
@@ -227,18 +226,16 @@ class UnitTimer:
         collectives expose together is divided among them in proportion to their time.
         """
         totals = dict.fromkeys((*Collective, ACTIVATIONS), (0.0, 0.0))
-        for times, hidden_s, seconds in chain.from_iterable(map(self.overlaps, range(len(layouts)), layouts)):
-            whole_s = sum(seconds.values())
-            share = max(0.0, whole_s - hidden_s) / whole_s if whole_s else 0.0
-            for name, own_s in seconds.items():
-                total_s, exposed_s = totals[name]
-                totals[name] = total_s + times * own_s, exposed_s + times * own_s * share
+        for index, layout in enumerate(layouts):
+            _, windows, transfer = self._parts(index, layout)
+            terms = self.terms(index, layout)
+            for times, hidden_s, seconds in overlaps_of(terms, layout, windows, self._batch, transfer):
+                whole_s = sum(seconds.values())
+                share = max(0.0, whole_s - hidden_s) / whole_s if whole_s else 0.0
+                for name, own_s in seconds.items():
+                    total_s, exposed_s = totals[name]
+                    totals[name] = total_s + times * own_s, exposed_s + times * own_s * share
         return totals
-
-    def overlaps(self, index: int, layout: UnitLayout) -> Iterator[Overlap]:
-        """Yield a unit's communication under a layout."""
-        _, windows, transfer = self._parts(index, layout)
-        return overlaps_of(self.terms(index, layout), layout, windows, self._batch, transfer)
 
     def _parts(self, index: int, layout: UnitLayout) -> tuple[float, Windows, HostTransfer]:
         # units that are kept for the whole step count as if the blocks were freed

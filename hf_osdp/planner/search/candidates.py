@@ -79,11 +79,11 @@ class Candidate:
             description, [terms[i] for i in range(len(terms))], segments, self.problem.job, self.batch
         )
 
-    def needed_bytes(self, layouts: Mapping[int, UnitLayout]) -> int:
-        """Return a plan's peak without the memory that every plan takes outside tensors."""
+    def needed_bytes(self, layouts: Mapping[int, UnitLayout]) -> tuple[int, int]:
+        """Return a plan's peak without the memory that every plan takes outside tensors, and its bytes on the host."""
         ordered, hardware = [layouts[index] for index in range(len(layouts))], self.problem.hardware
-        peak, _ = bytes_needed(self.problem.description, ordered, hardware, self.problem.job, self.batch)
-        return peak - hardware.unavoidable_bytes
+        peak, host = bytes_needed(self.problem.description, ordered, hardware, self.problem.job, self.batch)
+        return peak - hardware.unavoidable_bytes, host
 
     def quickest(self, limit_bytes: int) -> Solution | None:
         """Return the plan of each unit's fastest option if it fits, else None. It needs no solver."""
@@ -136,7 +136,7 @@ class Candidate:
         bisection.
         """
         job, best = self.problem.job, self.frugal()
-        if not self.timeline.fits_host(best):
+        if self.needed_bytes(best)[1] > self.timeline.host_limit_bytes:
             possible = any_within(self.timeline, job, UNLIMITED)
             assert possible is not None, "a candidate's least states fit the host"
             best = possible
@@ -144,19 +144,20 @@ class Candidate:
         program.minimize_limit()
         relaxed = program.relax()
         bound = 0 if relaxed is None else math.floor(relaxed.bound * (1 - ROUNDED))
-        highest, impossible, just_below = self.needed_bytes(best), max(self.floor_bytes, bound) - 1, True
+        highest, impossible, just_below = self.needed_bytes(best)[0], max(self.floor_bytes, bound) - 1, True
         while highest - impossible > 1:
             limit = highest - 1 if just_below else (highest + impossible) // 2
             layouts = self.any_within(limit)
             if layouts is None:
                 impossible = limit
             else:
-                best, highest = layouts, self.needed_bytes(layouts)
+                best, highest = layouts, self.needed_bytes(layouts)[0]
             just_below = not just_below
         return best, highest
 
     def _fit(self, layouts: Mapping[int, UnitLayout], limit_bytes: int) -> bool:
-        return self.needed_bytes(layouts) <= limit_bytes and self.timeline.fits_host(layouts)
+        peak, host = self.needed_bytes(layouts)
+        return peak <= limit_bytes and host <= self.timeline.host_limit_bytes
 
     def _each(self, key: Callable[[Option], tuple[float, ...]]) -> dict[int, UnitLayout]:
         """Return for each unit the layout whose option has the least key."""
@@ -171,10 +172,8 @@ def all_candidates(problem: PlanningProblem, *, smallest: bool = False) -> Itera
             yield Candidate(problem=problem, batch=batch, costs=costs, space=space)
 
 
-@lru_cache(maxsize=32)
-def _batch_costs(problem: PlanningProblem, batch: Batch) -> BatchCosts:
-    """Return the costs at one batch, which searches of all strategies and limits share."""
-    return BatchCosts(problem, batch)
+_batch_costs = lru_cache(maxsize=32)(BatchCosts)
+"""Costs at one batch, which searches of all strategies and limits share."""
 
 
 def possible_candidates(problem: PlanningProblem) -> list[Candidate]:

@@ -21,9 +21,6 @@ from ..cost.moments import NO_CALL, CallMoments, SegmentBytes
 from ..cost.units import UnitBytes
 from ..decision import Mesh, UnitLayout, groups_in
 
-HOST = "host"
-"""Part of each plan that uses the host's memory."""
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Option:
@@ -80,11 +77,7 @@ class Option:
         structure, meshes, and use of the host's memory.
         """
         own = sorted(mesh for mesh in self.meshes if groups_in([mesh]))
-        return ((self.structure, self.layout), *own, *([HOST] if self.layout.uses_host else []))
-
-    def fits_where(self, other: Option) -> bool:
-        """Return whether the option takes no more bytes than `other` at every moment."""
-        return all(map(operator.le, self.levels, other.levels))
+        return ((self.structure, self.layout), *own, *(["host"] if self.layout.uses_host else []))
 
     @functools.cached_property
     def levels(self) -> tuple[int, ...]:
@@ -121,7 +114,7 @@ def undominated(options: Iterable[Option], *, by_memory: bool = False, meshes: b
         return (
             (by_memory or other.seconds <= option.seconds)
             and (not meshes or other.meshes <= option.meshes)
-            and other.fits_where(option)
+            and all(map(operator.le, other.levels, option.levels))
         )
 
     best: list[Option] = []
@@ -213,11 +206,3 @@ class Timeline:
     def count_parts(self, layouts: Mapping[int, UnitLayout]) -> int:
         """Return the number of a plan's parts; a plan of fewer parts is simpler."""
         return len({part for option in self.chosen(layouts) for part in option.parts})
-
-    def fits_host(self, layouts: Mapping[int, UnitLayout]) -> bool:
-        """Return whether the host has memory for the states and activations of these layouts."""
-        chosen = self.chosen(layouts)
-        return (
-            sum(o.host for o in chosen) + max((o.bytes.host_moment for o in chosen), default=0)
-            <= self.host_limit_bytes
-        )

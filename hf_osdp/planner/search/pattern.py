@@ -56,11 +56,6 @@ class Pattern:
         return replace(self, counts=fewer), replace(self, counts=more)
 
 
-def sumprod(counts: Sequence[float], numbers: Sequence[int]) -> float:
-    """Return Σ count · number."""
-    return sum(map(operator.mul, counts, numbers), 0.0)
-
-
 def peak(option: Option, tail: int, ahead: int) -> int:
     """Return a unit's highest moment in backward, with a reduce buffer of `tail` bytes in flight and `ahead` bytes
     prefetched.
@@ -140,7 +135,8 @@ def _left_out(row: Sequence[ClassMoments], relaxed: Relaxation) -> Iterator[Miss
         before, several = relaxed.value(one.before), sum(counts) > 1 + _MISSED
         # of a single unit, the relaxation says which option it takes
         first, last = (
-            min(peaks) if several else sumprod(counts, peaks) for peaks in (one.first_peaks, one.last_peaks)
+            min(peaks) if several else sum(map(operator.mul, counts, peaks))
+            for peaks in (one.first_peaks, one.last_peaks)
         )
         undecided = (one.number, 0) if one.least < 1 else (one.number, 1) if not several and one.most > 1 else None
         if several and one.least < 2:

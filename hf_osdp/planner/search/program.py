@@ -26,7 +26,7 @@ from ..cost.moments import all_kinds, end_moments
 from ..decision import REPLICAS, WHOLE_WORLD, groups_in
 from ..training_job import OptimizerStep, TrainingJob
 from .integer_model import GroupCounts, IntegerModel
-from .options import Option, Part, RootSegment, Timeline, UnitGroup
+from .options import Option, RootSegment, Timeline, UnitGroup
 from .pattern import ClassMoments, Pattern
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Program(IntegerModel):
         self._timeline, self._job, self._patterns = timeline, job, patterns
         self.rows: dict[tuple[int, ...], list[ClassMoments]] = {}
         """Moments by class of each group that has a pattern, by the indices of its units."""
-        self._parts = [self._variables(part) for part in timeline.parts]
+        self._parts = [self._groups[part] if isinstance(part, UnitGroup) else part for part in timeline.parts]
         self._whole_step = [self._groups[group] for group in timeline.whole_step]
         self._of_unit = {own.group.units[0]: own for own in self._whole_step}
         self._nearest: list[Bytes] = []
@@ -70,10 +70,6 @@ class Program(IntegerModel):
         self._runs: dict[GroupCounts, Runs] = {}
         self._constrain_host()
         self._constrain_finish(self._constrain_backward(self._constrain_forward()))
-
-    def _variables(self, part: Part) -> GroupCounts | RootSegment:
-        """Return a part's variables."""
-        return self._groups[part] if isinstance(part, UnitGroup) else part
 
     def _constrain_host(self) -> None:
         """Constrain Σ (states + activations on the host) + the largest temporary gradient there ≤ the host's

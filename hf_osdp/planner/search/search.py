@@ -160,7 +160,7 @@ class _Search:
         candidate, solution = best
         found = _decoded(candidate, solution.layouts, self._problem.memory_limit_bytes, max(0.0, 1 - bound_s / best_s))
         assert found.peak_bytes <= self._problem.room_bytes, "the solver's moments are those of the walk"
-        assert candidate.timeline.fits_host(solution.layouts), "the solver's host bytes are those of the timeline"
+        assert found.memory.host_bytes <= candidate.timeline.host_limit_bytes, "the solver's host bytes are the walk's"
         return found, candidate, solution
 
 

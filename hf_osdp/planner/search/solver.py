@@ -53,11 +53,6 @@ class Solution:
     bound: float
     """Proven lower bound on the objective of every plan."""
 
-    @property
-    def proven(self) -> bool:
-        """Whether no other plan is faster."""
-        return self.bound >= self.objective
-
 
 def any_within(
     timeline: Timeline, job: TrainingJob, limit_bytes: int, most_work: float = math.inf

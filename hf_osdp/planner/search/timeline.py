@@ -44,11 +44,8 @@ class BatchCosts:
                 raise OSDPError(
                     f"Unit {described.label!r} runs more than once in a forward pass; describe it with span STEP."
                 )
-        self._hides = hiding(description)
-        self._arriving, self._merging = (
-            gradients_arriving(description, problem.job),
-            merging_segments(description, problem.job),
-        )
+        self.hides, self.arriving = hiding(description), gradients_arriving(description, problem.job)
+        self._merging = merging_segments(description, problem.job)
         self._timer = UnitTimer(description, problem.hardware, problem.job, batch)
         self._shapes = shape_ids(description.units)
         choices = list(zip(self._shapes, activation_choices(description), strict=True))
@@ -57,9 +54,9 @@ class BatchCosts:
         self.kinds = self._segment_kinds()
         terms = partial(unit_bytes, world_size=problem.hardware.world_size, job=problem.job, batch=batch)
         self._memory = once_per_shape(description.units, terms)
-        self._segment_bytes = cache(self._bytes_of)
-        self._made: dict[tuple[int, UnitLayout, bool], Option] = {}
-        self._options: dict[tuple[int, tuple[UnitLayout, ...], bool, bool], tuple[Option, ...]] = {}
+        self.segment_bytes = cache(self._segment_bytes)
+        self._option = cache(self._make_option)
+        self._options = cache(self._make_options)
 
     def _segment_kinds(self) -> list[int]:
         """Return a number for each segment; segments have the same number if their units have equal options."""
@@ -86,47 +83,34 @@ class BatchCosts:
         """Return the options of a unit that are not dominated, or those of `every_layout`, in the order of the rule in
         `options.py`; `recomputed`: some block may be recomputed.
         """
-        key = (self._kind(unit), layouts, recomputed, every_layout)
-        if key not in self._options:
-            made = [self._made_option(unit, layout, recomputed) for layout in layouts]
-            if not every_layout:
-                small = [option for option in made if max(map(abs, option.levels)) <= _MOST_BYTES]
-                meshes = self.problem.hardware.device.communicator_bytes > 0
-                made = undominated(small or made[:1], meshes=meshes)
-            self._options[key] = tuple(sorted(made, key=lambda option: option.order))
-        return self._options[key]
+        index = self._index(unit)
+        if index is not None:  # the first unit with equal options has made them
+            unit = self.problem.description.segments[self.kinds.index(self.kinds[index])].unit
+        return self._options(unit, layouts, recomputed, every_layout)
+
+    def _make_options(
+        self, unit: int, layouts: tuple[UnitLayout, ...], recomputed: bool, every_layout: bool
+    ) -> tuple[Option, ...]:
+        made = [self._option(unit, layout, recomputed) for layout in layouts]
+        if not every_layout:
+            small = [option for option in made if max(map(abs, option.levels)) <= _MOST_BYTES]
+            meshes = self.problem.hardware.device.communicator_bytes > 0
+            made = undominated(small or made[:1], meshes=meshes)
+        return tuple(sorted(made, key=lambda option: option.order))
 
     def _index(self, unit: int) -> int | None:
         """Return the segment in which the unit is gathered; None if it never runs, or is gathered for the step."""
         whole_step = self.problem.description.units[unit].span is GatherSpan.STEP
         return None if whole_step or unit not in self.calls else self.calls[unit][0]
 
-    def _kind(self, unit: int) -> int:
-        index = self._index(unit)
-        return ~unit if index is None else self.kinds[index]
-
-    def _made_option(self, unit: int, layout: UnitLayout, recomputed: bool) -> Option:
-        key = (self._kind(unit), layout, recomputed)
-        if key not in self._made:
-            self._made[key] = self._option(unit, layout, recomputed)
-        return self._made[key]
-
-    def root_segment(self, index: int, recomputed: bool) -> RootSegment:
-        """Return a segment of a unit that is gathered for the whole step."""
-        unit, costs = (
-            self.problem.description.segments[index].unit,
-            self._segment_bytes(index, Activations.SAVE, recomputed),
-        )
-        return RootSegment(unit=unit, bytes=costs, gradients=self._arriving[index], hides=self._hides[index])
-
-    def _bytes_of(self, index: int, activations: Activations, recomputed: bool) -> SegmentBytes:
+    def _segment_bytes(self, index: int, activations: Activations, recomputed: bool) -> SegmentBytes:
         """Return a segment's memory terms, with gradients of shared weights that merge in its backward."""
         segment = self.problem.description.segments[index]
         span, samples = self.problem.description.units[segment.unit].span, self.batch.micro_batch_size
         costs = SegmentBytes.of(segment, span, samples, activations, recomputes=recomputed)
         return replace(costs, backward_peak=costs.backward_peak + self._merging.get(index, 0))
 
-    def _option(self, unit: int, layout: UnitLayout, recomputed: bool) -> Option:
+    def _make_option(self, unit: int, layout: UnitLayout, recomputed: bool) -> Option:
         """Return a layout with its bytes and seconds."""
         hardware, terms = self.problem.hardware, self._memory(unit, layout)
         whole = Option(
@@ -135,7 +119,7 @@ class BatchCosts:
         )  # fmt: skip
         if (index := self._index(unit)) is None:
             return whole
-        segment = self._segment_bytes(index, layout.activations, recomputed)
+        segment = self.segment_bytes(index, layout.activations, recomputed)
         return replace(whole, call=call_moments(terms, segment, all_kinds), host=terms.host + segment.host)
 
 
@@ -184,4 +168,7 @@ def _parts(
                 ends_late = costs.problem.description.units[unit].ends_late
                 yield UnitGroup(units=members, options=own, ends_late=ends_late)
         else:
-            yield costs.root_segment(first, recomputed)
+            own_bytes = costs.segment_bytes(first, Activations.SAVE, recomputed)
+            yield RootSegment(
+                unit=unit, bytes=own_bytes, gradients=costs.arriving[first], hides=costs.hides[first],
+            )  # fmt: skip

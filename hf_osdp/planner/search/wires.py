@@ -22,7 +22,6 @@ def with_wires(problem: PlanningProblem, shapes: Sequence[int], spaces: Iterable
     be needed.
     """
     units = dict(zip(shapes, problem.description.units, strict=True))
-    made: dict[tuple[int, int], tuple[UnitLayout, ...]] = {}
 
     @functools.cache
     def wires(shape: int, shard_size: int, stage_size: int) -> dict[str, Any]:
@@ -31,12 +30,10 @@ def with_wires(problem: PlanningProblem, shapes: Sequence[int], spaces: Iterable
         )  # no other decision matters
         return fastest_wires(units[shape], layout, problem.hardware, problem.job)
 
+    @functools.cache
     def offered(shape: int, layouts: tuple[UnitLayout, ...]) -> tuple[UnitLayout, ...]:
-        key = shape, id(layouts)
-        if key not in made:
-            sent = (replace(one, **wires(shape, one.shard_size, one.stage_size)) for one in layouts)
-            made[key] = tuple(dict.fromkeys([*sent, *layouts]))
-        return made[key]
+        sent = (replace(one, **wires(shape, one.shard_size, one.stage_size)) for one in layouts)
+        return tuple(dict.fromkeys([*sent, *layouts]))
 
     return [tuple(map(offered, shapes, space)) for space in spaces]
 
