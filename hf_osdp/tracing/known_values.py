@@ -8,6 +8,7 @@ fake ones.
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,8 +23,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..modeling.batch import plain_batch, same_random_numbers, traceable
+from ..modeling.replaced import replaced
 from .python_values import python_values
-from .tensors import DEVICE, call_operator, fake_like, is_dtensor, silenced, tensors_in
+from .tensors import DEVICE, call_operator, fake_like, is_dtensor, tensors_in
 
 aten = torch.ops.aten
 
@@ -32,6 +34,7 @@ _MAX_KNOWN = 2**22
 _MAX_KNOWN_FLOATS = 2**12
 """Most elements of floating-point tensors: it includes lengths and sample weights, but not activations."""
 _UNKNOWN = object()
+_FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _LIKE_FIRST = frozenset(
     {aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full}
 )
@@ -77,7 +80,7 @@ class KnownValues(TorchDispatchMode):
     def __enter__(self) -> KnownValues:
         self._python.enter_context(python_values(self.value))
         # for each operator that fails on fake tensors torch logs a stack, which the exception has too
-        self._python.enter_context(silenced("torch._subclasses.fake_tensor"))
+        self._python.enter_context(replaced(_FAKE_TENSOR_LOG, disabled=True))
         super().__enter__()
         return self
 

@@ -27,9 +27,14 @@ def python_values(value: Value) -> Iterator[None]:
     Torch reads the memory of tensors in a list, which fake ones do not have. Fake tensors make lists by one operator
     for each element, which takes seconds for the tokens of a batch, and which no mode sees.
     """
-    with replaced(FakeTensor, tolist=_list_maker(value)), replaced(torch.utils, swap_tensors=_swap):
-        with _PythonReads(value):
-            yield
+    reads = FunctionMode({
+        torch.tensor: functools.partial(_of_lists, torch.tensor),
+        torch.as_tensor: functools.partial(_of_lists, torch.as_tensor),
+        torch.Tensor.__format__: _format,
+        torch.Tensor.__array__: functools.partial(_array, value),
+    })  # fmt: skip
+    with replaced(FakeTensor, tolist=_list_maker(value)), replaced(torch.utils, swap_tensors=_swap), reads:
+        yield
 
 
 _swap_tensors = torch.utils.swap_tensors
@@ -39,16 +44,6 @@ def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
     """Leave parameters of a module that moves to its own device as they are: fake ones cannot be swapped."""
     if not isinstance(one, FakeTensor) or (one.dtype, one.device) != (other.dtype, other.device):
         _swap_tensors(one, other)
-
-
-class _PythonReads(FunctionMode):
-    def __init__(self, value: Value) -> None:
-        super().__init__({
-            torch.tensor: functools.partial(_of_lists, torch.tensor),
-            torch.as_tensor: functools.partial(_of_lists, torch.as_tensor),
-            torch.Tensor.__format__: _format,
-            torch.Tensor.__array__: functools.partial(_array, value),
-        })  # fmt: skip
 
 
 def _of_lists(make: Callable[..., torch.Tensor], data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401

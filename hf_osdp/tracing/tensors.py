@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,18 +64,6 @@ def _run_backward(
     )  # fmt: skip
 
 
-@contextmanager
-def silenced(name: str) -> Iterator[None]:
-    """Prevent a logger's messages inside the context."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in an operator's arguments or result."""
     if isinstance(value, torch.Tensor):
@@ -91,9 +77,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensor itself, or those inside a wrapper such as `DTensor`."""
-    if is_dtensor(type(tensor)):
-        yield from plain_tensors(tensor._local_tensor)  # type: ignore[attr-defined]
-    elif is_traceable_wrapper_subclass(tensor):
+    if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from plain_tensors(getattr(tensor, name))
     else:
