@@ -20,21 +20,19 @@ from torch.utils._pytree import tree_leaves
 
 from ..planner.placement import Activations
 from .replaced import setting
-from .wrapping import recomputation_of, recompute
+from .wrapping import Recomputed, recompute
 
 
 def change_forward(module: nn.Module, activations: Activations) -> None:
-    """Recompute or offload a block's activations; names of parameters and modules do not change."""
+    """Recompute or offload a block's activations, unless that was done; names of parameters and modules do not
+    change.
+    """
+    if isinstance(module.__dict__.get("forward"), (Recomputed, Offloaded)):
+        return
     if activations.recomputation is not None:
         recompute(module, activations.recomputation)
     if activations.offloads:
         offload(module)
-
-
-def activations_of(module: nn.Module) -> Activations:
-    """Return what `change_forward` did to a module's activations."""
-    away = isinstance(module.__dict__.get("forward"), _Offloaded)
-    return Activations(recomputation=recomputation_of(module), offloads=away)
 
 
 class OwnTensors:
@@ -68,11 +66,12 @@ def offload(module: nn.Module) -> None:
 
     Names do not change.
     """
-    if not activations_of(module).offloads:
-        module.forward = _Offloaded(module, module.forward)
+    module.forward = Offloaded(module, module.forward)
 
 
-class _Offloaded:
+class Offloaded:
+    """Forward whose saved tensors are on the host until backward."""
+
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         update_wrapper(self, forward)
         self._module, self.inner = module, forward

@@ -38,7 +38,7 @@ def under_autocast(forward: Callable[..., Any], dtype: torch.dtype, device_type:
     return wrapped if own is forward else MethodType(wrapped, forward.__self__)  # type: ignore[attr-defined]
 
 
-class _Recomputed:
+class Recomputed:
     """Forward that saves its input and the outputs of chosen operators, and runs again in backward."""
 
     def __init__(self, forward: Callable[..., Any], recomputation: Recomputation) -> None:
@@ -66,19 +66,7 @@ def recompute(module: nn.Module, recomputation: Recomputation | None = None) -> 
     FSDP2's hooks run outside, so that a unit's parameters are gathered once for both the recomputation and the
     backward.
     """
-    if _recomputing(module) is None:
-        module.forward = _Recomputed(module.forward, recomputation or Recomputation())
-
-
-def recomputation_of(module: nn.Module) -> Recomputation | None:
-    """Return the recomputation that `recompute` set on the module, also under `offload`; None if there is none."""
-    return None if (own := _recomputing(module)) is None else own.recomputation
-
-
-def _recomputing(module: nn.Module) -> _Recomputed | None:
-    forward = module.__dict__.get("forward")
-    found = (forward, getattr(forward, "inner", None))
-    return next((one for one in found if isinstance(one, _Recomputed)), None)
+    module.forward = Recomputed(module.forward, recomputation or Recomputation())
 
 
 class SkippableMode(TorchDispatchMode):

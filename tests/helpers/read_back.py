@@ -12,10 +12,12 @@ from hf_osdp.distributed.fsdp_internals import AllGather, ReduceScatter, UnitGro
 from hf_osdp.distributed.mesh import world_size
 from hf_osdp.distributed.wire import Replicas, WireTransport, transports
 from hf_osdp.errors import PlanMismatchError
-from hf_osdp.modeling.activations import activations_of
+from hf_osdp.modeling.activations import Offloaded
 from hf_osdp.modeling.units import modules_by_name
+from hf_osdp.modeling.wrapping import Recomputed
 from hf_osdp.planner.decision import UnitDecision
 from hf_osdp.planner.description import UnitDescription
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.wire import Wires
 from hf_osdp.sharding.apply import effective
@@ -84,6 +86,14 @@ def _read_unit(
         fqn=unit.fqn, shard_size=group.ranks, reshard_after_forward=group.post_forward_mesh_info is not None,
         **_read_collectives(group), activations=activations, **place_of(group)._asdict(),
     )  # fmt: skip
+
+
+def activations_of(module: nn.Module) -> Activations:
+    """Return what `change_forward` did to a module's activations."""
+    forward = module.__dict__.get("forward")
+    inner = forward.inner if isinstance(forward, Offloaded) else forward
+    recomputation = inner.recomputation if isinstance(inner, Recomputed) else None
+    return Activations(recomputation=recomputation, offloads=isinstance(forward, Offloaded))
 
 
 def _require(holds: bool, otherwise: str) -> None:

@@ -8,11 +8,14 @@ import torch
 from torch import nn
 
 from hf_osdp.modeling import activations as offloading
-from hf_osdp.modeling.activations import activations_of, offload
-from hf_osdp.modeling.wrapping import recomputation_of, recompute
+from hf_osdp.modeling.activations import change_forward, offload
+from hf_osdp.modeling.wrapping import recompute
+from hf_osdp.planner.description import Recomputation
+from hf_osdp.planner.placement import Activations
 from tests.helpers.host_tracker import HostTracker
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 from tests.helpers.offloading import WAYS, Way, recompute_and_offload
+from tests.helpers.read_back import activations_of
 
 
 @pytest.fixture(params=WAYS.values(), ids=WAYS)
@@ -95,11 +98,14 @@ def test_blocks_of_each_way_train_together_with_retained_graph():
 
 
 def test_names_stay_and_each_way_is_told_apart(way):
-    plain, model = two_layers("gpt2"), changed(changed(two_layers("gpt2"), way), way)
+    plain, model = two_layers("gpt2"), changed(two_layers("gpt2"), way)
+    for block in blocks(model):  # as if it were prepared again
+        change_forward(block, Activations(recomputation=Recomputation(), offloads=True))
     for names in ("named_modules", "named_parameters", "state_dict"):
         assert list(dict(getattr(model, names)())) == list(dict(getattr(plain, names)()))
     recompute(blocks(plain)[0])
-    told = [(recomputation_of(b) is not None, activations_of(b).offloads) for b in (*blocks(model), blocks(plain)[0])]
+    found = [activations_of(block) for block in (*blocks(model), blocks(plain)[0])]
+    told = [(one.recomputes, one.offloads) for one in found]
     assert told == [(way is not offload, True)] * 2 + [(True, False)]
 
 
@@ -123,7 +129,7 @@ def test_only_the_output_is_left_on_the_device(name, way):
     way(block)
     left, away = device_and_host_bytes(block, x)
     assert left == 0 < saved
-    assert away == (x.nbytes if recomputation_of(block) is not None else saved)
+    assert away == (x.nbytes if activations_of(block).recomputes else saved)
 
 
 class Toy(nn.Module):

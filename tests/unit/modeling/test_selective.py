@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from hf_osdp.modeling import selective
 from hf_osdp.modeling.batch import training_batch
-from hf_osdp.modeling.wrapping import recomputation_of, recompute
+from hf_osdp.modeling.wrapping import recompute
 from hf_osdp.planner.description import Recomputation
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import search
@@ -77,7 +77,7 @@ def test_gradients_are_those_of_the_plain_model_whatever_is_saved(name):
         for block in blocks_of(one):
             saved = tuple(call.call for call in dice.sample(calls, number))
             recompute(block, Recomputation(saved_calls=saved))
-            assert recomputation_of(block).saved_calls == saved
+            assert block.forward.recomputation.saved_calls == saved
         found = gradients(one)
         assert found.keys() == wanted.keys()
         for parameter, gradient in wanted.items():
