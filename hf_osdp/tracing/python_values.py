@@ -33,10 +33,15 @@ def python_values(value: Value) -> Iterator[None]:
         torch.Tensor.__format__: _format,
         torch.Tensor.__array__: functools.partial(_array, value),
     })  # fmt: skip
-    with replaced(FakeTensor, tolist=_list_maker(value)), replaced(torch.utils, swap_tensors=_swap), reads:
+    with (
+        replaced(FakeTensor, tolist=lambda tensor: _list(value, tensor)),
+        replaced(torch.utils, swap_tensors=_swap),
+        reads,
+    ):
         yield
 
 
+_list_one_by_one = FakeTensor.tolist
 _swap_tensors = torch.utils.swap_tensors
 
 
@@ -55,17 +60,11 @@ def _of_lists(make: Callable[..., torch.Tensor], data: Any, *args: Any, **kwargs
     return make(plain, *args, **kwargs)
 
 
-def _list_maker(value: Value) -> Callable[[FakeTensor], Any]:
-    one_by_one = FakeTensor.tolist
-
-    def tolist(self: FakeTensor) -> Any:  # noqa: ANN401
-        values = value(self)
-        if values is None:
-            return one_by_one(self)
-        with _disable_current_modes():
-            return values.tolist()
-
-    return tolist
+def _list(value: Value, tensor: FakeTensor) -> Any:  # noqa: ANN401
+    if (values := value(tensor)) is None:
+        return _list_one_by_one(tensor)
+    with _disable_current_modes():
+        return values.tolist()
 
 
 def _array(value: Value, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401

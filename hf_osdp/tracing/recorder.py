@@ -105,7 +105,7 @@ class Recorder(MemoryTracker):
 
     def begin_backward(self) -> None:
         """End forward; call this after releasing everything that does not outlive it."""
-        self._close_forward()
+        self._current.end_bytes = self.current_bytes
         self._in_backward = True
         self._first_nodes = [record.first_node for record in self.records]
         self._end_node = _get_sequence_nr()
@@ -130,7 +130,8 @@ class Recorder(MemoryTracker):
         with torch._C.DisableTorchFunction():  # so that reading shapes does not go through function modes
             args, kwargs = self._known.with_fakes(func, args, kwargs or {}, self._mode)
             self._switch_segment()
-            phase, call = self._phase, Call(func, args, kwargs)
+            phase = self._current.backward if self._in_backward else self._current.forward
+            call = Call(func, args, kwargs)
             result = self._repeated(call, phase)
             if result is None:
                 work = PhaseRecord()
@@ -173,10 +174,6 @@ class Recorder(MemoryTracker):
         """Return False to spare each operator a wrapper: code that dynamo compiles runs outside of this mode."""
         return False
 
-    @property
-    def _phase(self) -> PhaseRecord:
-        return self._current.backward if self._in_backward else self._current.forward
-
     def _switch_segment(self) -> None:
         """Switch to the segment of the current operator; a pending segment opens only now, as earlier frees belong
         to the previous one.
@@ -184,15 +181,11 @@ class Recorder(MemoryTracker):
         if self._in_backward:
             self._switch_backward_segment()
         elif not self.records or self._pending is not self._current:
-            self._close_forward()
+            self._current.end_bytes = self.current_bytes
             self._current = self._pending
             self._current.start_bytes = self.current_bytes
             self._current.forward.levels.append(self.current_bytes)
             self.records.append(self._current)
-
-    def _close_forward(self) -> None:
-        if self.records:
-            self._current.end_bytes = self.current_bytes
 
     def _switch_backward_segment(self) -> None:
         """Switch to the segment whose autograd node runs; gradient accumulation and recomputation stay in the

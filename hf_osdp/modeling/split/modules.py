@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -48,9 +48,6 @@ class SplitLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` → `[..., out_features]`."""
         return torch.cat([part(x) for part in self.slices], dim=-1)
-
-    def parts(self, leaf: str) -> Iterator[nn.Parameter]:
-        return (getattr(part, leaf) for part in self.slices)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         if name in ("weight", "bias") and "leaves" in self.__dict__:
