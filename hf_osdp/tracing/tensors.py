@@ -77,7 +77,9 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensor itself, or those inside a wrapper such as `DTensor`."""
-    if is_traceable_wrapper_subclass(tensor):
+    if is_dtensor(type(tensor)):
+        yield from plain_tensors(tensor._local_tensor)  # type: ignore[attr-defined]
+    elif is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from plain_tensors(getattr(tensor, name))
     else:
