@@ -116,10 +116,6 @@ class BackendTransport:
             for output, given in zip(outputs, inputs, strict=True):
                 _reduce_scatter(output, given, op=op, group=group)
 
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Send each rank its row, and receive one from each."""
-        dist.all_to_all_single(received, sent, group=group)
-
 
 def plain_transport(group: dist.ProcessGroup, device_type: str) -> BackendTransport:
     """Return the transport for tensors on `device_type` (`"cpu"` or `"cuda"`) in two stages, or encoded."""

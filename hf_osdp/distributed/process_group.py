@@ -203,7 +203,8 @@ def require_all(what: str) -> None:
     world = dist.group.WORLD
     if world is None or not are_several_ranks():
         return
-    store, rank, call = _store("all_call"), dist.get_rank(), _calls.get(world, 0) + 1
+    store = PrefixStore("hf_osdp/all_call", dist.distributed_c10d._get_default_store())
+    rank, call = dist.get_rank(), _calls.get(world, 0) + 1
     keys = [f"{call}/{other}" for other in range(world.size())]
     store.set(keys[rank], what)
     poll(lambda: store.check(keys), ALL_CALL_S)
@@ -220,10 +221,6 @@ def require_all(what: str) -> None:
             f"{what} gathers a sharded model and must be called on every rank, but ranks {alike} called it and, within"
             f" {ALL_CALL_S:.0f} s, ranks {missing} did not; call it on all, and use the result on one."
         )
-
-
-def _store(name: str) -> Store:
-    return PrefixStore(f"hf_osdp/{name}", dist.distributed_c10d._get_default_store())
 
 
 def poll(condition: Callable[[], bool], seconds: float) -> None:

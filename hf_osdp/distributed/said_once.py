@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -41,20 +42,17 @@ def is_ours(error: BaseException) -> bool:
     return bool(frames) and Path(frames[-1].filename).resolve().is_relative_to(_PACKAGE)
 
 
-class _Hook:
-    """Print uncaught errors of this package by `say_once`, and others as before."""
-
-    def __init__(self, before: Callable[..., Any]) -> None:
-        self._before = before
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if is_ours(error):
-            say_once(error, kind.__name__)
-        else:
-            self._before(kind, error, trace)
+def _say_uncaught(
+    before: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print an uncaught error of this package by `say_once`, and others as before."""
+    if is_ours(error):
+        say_once(error, kind.__name__)
+    else:
+        before(kind, error, trace)
 
 
 def say_uncaught_once() -> None:
     """If this process is one of several, print this package's uncaught errors in one line, on one rank."""
-    if launched_world_size() > 1 and not isinstance(sys.excepthook, _Hook):
-        sys.excepthook = _Hook(sys.excepthook)
+    if launched_world_size() > 1 and getattr(sys.excepthook, "func", None) is not _say_uncaught:
+        sys.excepthook = partial(_say_uncaught, sys.excepthook)

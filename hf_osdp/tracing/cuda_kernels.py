@@ -7,21 +7,19 @@ activations' dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import library
 from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import register_flop_formula
 
 from .attention import (
     ASSUMED_CAPABILITY,
     AttentionCall,
     Capability,
     Kernel,
-    attention_flops,
     attention_kernel,
     capability_here,
 )
@@ -123,18 +121,6 @@ def _attention_backward(ctx: Any, grad: torch.Tensor, _: object) -> tuple[torch.
 
 
 library.register_autograd("hf_osdp::attention", _attention_backward, setup_context=_save_for_backward)
-
-
-@register_flop_formula(torch.ops.hf_osdp.attention)
-def _flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: object, **__: object) -> int:
-    return attention_flops(query, key, value)
-
-
-@register_flop_formula(torch.ops.hf_osdp.attention_backward)
-def _backward_flops(
-    grad: object, query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: object, **__: object
-) -> int:
-    return attention_flops(query, key, value, backward=True)
 
 
 class CudaKernels(FunctionMode):

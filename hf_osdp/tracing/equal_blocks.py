@@ -73,9 +73,11 @@ class RecordedCall(NamedTuple):
     """For each output that is an input, the input's position."""
     new_tensors: dict[int, _TensorSpec]
     """The outputs that are new tensors, by position."""
+    note: Any
+    """What the caller noted about it."""
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> RecordedCall | None:
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], output: object, note: object) -> RecordedCall | None:
         """Describe an output; return None if it holds objects that cannot be recreated."""
         inputs = {id(leaf): number for number, leaf in reversed(list(enumerate(tree_flatten((args, kwargs))[0])))}
         outputs, spec = tree_flatten(output)
@@ -85,7 +87,8 @@ class RecordedCall(NamedTuple):
         new = {position: leaf for position, leaf in others.items() if position not in input_positions}
         if not all(isinstance(leaf, torch.Tensor) for leaf in new.values()):
             return None
-        return cls(spec, leaves, input_positions, {position: _TensorSpec.of(leaf) for position, leaf in new.items()})
+        specs = {position: _TensorSpec.of(leaf) for position, leaf in new.items()}
+        return cls(spec, leaves, input_positions, specs, note)
 
     def replay(self, args: tuple[Any, ...], kwargs: dict[str, Any], anchor: nn.Parameter | None) -> object:
         """Make outputs of the same shapes, differentiable by the inputs and by `anchor`, a trainable parameter of
@@ -103,19 +106,13 @@ class RecordedCall(NamedTuple):
         return tree_unflatten(leaves, self.spec)
 
 
-class TracedCall(NamedTuple):
-    call: RecordedCall
-    note: Any
-    """What the caller noted about it."""
-
-
 class EqualCalls:
     """The calls of equal blocks in one run: after two traced ones, the next ones are only replayed."""
 
     def __init__(self) -> None:
-        self._traced: dict[Hashable, list[TracedCall]] = {}
+        self._traced: dict[Hashable, list[RecordedCall]] = {}
 
-    def find(self, key: Hashable) -> TracedCall | None:
+    def find(self, key: Hashable) -> RecordedCall | None:
         """Return the call to replay for a key of block and arguments; None if this one has to run."""
         traced = self._traced.get(key, [])
         return traced[-1] if len(traced) == _TRACED else None
@@ -124,8 +121,8 @@ class EqualCalls:
         self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], output: object, note: object = None
     ) -> None:
         """Add a call that ran; one whose output cannot be made again will never be replayed."""
-        if (call := RecordedCall.of(args, kwargs, output)) is not None:
-            self._traced.setdefault(key, []).append(TracedCall(call, note))
+        if (call := RecordedCall.of(args, kwargs, output, note)) is not None:
+            self._traced.setdefault(key, []).append(call)
 
 
 class _AllocateOutputs(torch.autograd.Function):

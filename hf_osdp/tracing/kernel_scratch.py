@@ -52,10 +52,6 @@ class Growth(NamedTuple):
     growing: Affine
     most: tuple[Affine, ...]
 
-    def of_rows(self, rows: int) -> int:
-        """Return the bytes for this number of rows."""
-        return self.moment(Affine(), Affine(per_sample=1)).bytes(rows)
-
     def moment(self, live: Affine, rows: Affine) -> ScratchMoment:
         """Return the moment as a function of samples, from live bytes and rows as functions of samples."""
 

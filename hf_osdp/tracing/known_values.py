@@ -8,9 +8,10 @@ fake ones.
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..modeling.batch import plain_batch, same_random_numbers, traceable
+from ..modeling.replaced import replaced
 from .python_values import python_values
-from .tensors import DEVICE, call_operator, fake_like, is_dtensor, silenced, tensors_in
+from .tensors import DEVICE, call_operator, fake_like, is_dtensor, tensors_in
 
 aten = torch.ops.aten
 
@@ -32,6 +34,8 @@ _MAX_KNOWN = 2**22
 _MAX_KNOWN_FLOATS = 2**12
 """Most elements of floating-point tensors: it includes lengths and sample weights, but not activations."""
 _UNKNOWN = object()
+_FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+"""For each operator that fails on fake tensors torch logs a stack, which the exception has too."""
 _LIKE_FIRST = frozenset(
     {aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full}
 )
@@ -57,8 +61,8 @@ class KnownValues(TorchDispatchMode):
     """Compute data-dependent operators on fake tensors, and if `alone`, collectives as if this process were the only
     one.
 
-    Enter it right after the `FakeTensorMode`, so that the modes above see each operator once, with the memory of its
-    result.
+    Enter it by `on_fake_tensors`, right after the `FakeTensorMode`, so that the modes above see each operator once,
+    with the memory of its result.
     """
 
     def __init__(self, *, alone: bool, max_floats: int = _MAX_KNOWN_FLOATS) -> None:
@@ -72,18 +76,6 @@ class KnownValues(TorchDispatchMode):
         """
         self._fakes = WeakIdKeyDictionary()
         """Fake tensors of the real tensors that operators received."""
-        self._python = ExitStack()
-
-    def __enter__(self) -> KnownValues:
-        self._python.enter_context(python_values(self.value))
-        # for each operator that fails on fake tensors torch logs a stack, which the exception has too
-        self._python.enter_context(silenced("torch._subclasses.fake_tensor"))
-        super().__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        self._python.close()
 
     def store(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         """Store a tensor's values, unless it is too large; its views share them."""
@@ -276,7 +268,9 @@ def on_fake_tensors(mode: FakeTensorMode, known: KnownValues, *, gradients: bool
         torch.set_grad_enabled(gradients),
         traceable(),
         same_random_numbers(),
+        replaced(_FAKE_TENSOR_LOG, disabled=True),
         mode,
+        python_values(known.value),
         known,
     ):
         yield

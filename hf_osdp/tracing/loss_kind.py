@@ -143,7 +143,7 @@ class _Examination:
             def forward(*args: Any, **kwargs: Any) -> object:
                 own = key, call_key(args, kwargs)
                 if (traced := calls.find(own)) is not None:
-                    output = traced.call.replay(args, kwargs, None)
+                    output = traced.replay(args, kwargs, None)
                     values.stand_in_for(output)
                     return output
                 output = original(*args, **kwargs)

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..modeling.replaced import replaced
 from ..modeling.wrapping import SkippableMode
-from .kernel_scratch import KernelScratch, Processors, kernel_scratch
 from .tensors import call_operator, is_dtensor, storages_in
 
 CUDA_BLOCK_BYTES = 512
@@ -40,7 +39,6 @@ class MemoryTracker(SkippableMode):
     Args:
         block_bytes: each storage on the device is rounded up to a multiple of this: 512 on CUDA, 1 on the CPU.
         device_type: count only storages on this type of device; None counts all except `meta`.
-        processors: count what this device's kernels take while they run, where it is known; None counts none.
     """
 
     def __init__(
@@ -48,10 +46,8 @@ class MemoryTracker(SkippableMode):
         *,
         block_bytes: int = CUDA_BLOCK_BYTES,
         device_type: str | None = None,
-        processors: Processors | None = None,
     ) -> None:
         super().__init__()
-        self._processors = processors
         self._block_bytes, self._device_type = block_bytes, device_type
         self._storages: dict[int, Storage] = {}
         self._fake_mode: object = None
@@ -99,12 +95,7 @@ class MemoryTracker(SkippableMode):
     def _tracked(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         result = call_operator(func, args, kwargs)
         self._update_results(result, () if func is torch.ops.aten.lift_fresh.default else (args, kwargs))
-        if (scratch := self._scratch(func, args)) is not None:
-            self._count_peak(scratch.growth.of_rows(scratch.rows))
         return result
-
-    def _scratch(self, func: OpOverload, args: tuple[Any, ...]) -> KernelScratch | None:
-        return None if self._processors is None else kernel_scratch(func, args, self._processors)
 
     def _update_results(self, result: object, arguments: object) -> None:
         """Count an operator's results, except those in its arguments' memory: views and in-place results."""
@@ -125,11 +116,7 @@ class MemoryTracker(SkippableMode):
             entry = self._storages[key] = Storage(weakref.ref(storage, lambda _: self._forget(key)))
         before, entry.nbytes = entry.nbytes, -(-storage.nbytes() // self._block_bytes) * self._block_bytes
         self.current_bytes += entry.nbytes - before
-        self._count_peak()
-
-    def _count_peak(self, scratch_bytes: int = 0) -> None:
-        """Raise the peak to the live bytes and those that a kernel takes."""
-        self.peak_bytes = max(self.peak_bytes, self.current_bytes + scratch_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
 
     def _forget(self, key: int) -> None:
         self.current_bytes -= self._storages.pop(key).nbytes

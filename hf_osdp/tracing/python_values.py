@@ -27,11 +27,21 @@ def python_values(value: Value) -> Iterator[None]:
     Torch reads the memory of tensors in a list, which fake ones do not have. Fake tensors make lists by one operator
     for each element, which takes seconds for the tokens of a batch, and which no mode sees.
     """
-    with replaced(FakeTensor, tolist=_list_maker(value)), replaced(torch.utils, swap_tensors=_swap):
-        with _PythonReads(value):
-            yield
+    reads = FunctionMode({
+        torch.tensor: functools.partial(_of_lists, torch.tensor),
+        torch.as_tensor: functools.partial(_of_lists, torch.as_tensor),
+        torch.Tensor.__format__: _format,
+        torch.Tensor.__array__: functools.partial(_array, value),
+    })  # fmt: skip
+    with (
+        replaced(FakeTensor, tolist=lambda tensor: _list(value, tensor)),
+        replaced(torch.utils, swap_tensors=_swap),
+        reads,
+    ):
+        yield
 
 
+_list_one_by_one = FakeTensor.tolist
 _swap_tensors = torch.utils.swap_tensors
 
 
@@ -39,16 +49,6 @@ def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
     """Leave parameters of a module that moves to its own device as they are: fake ones cannot be swapped."""
     if not isinstance(one, FakeTensor) or (one.dtype, one.device) != (other.dtype, other.device):
         _swap_tensors(one, other)
-
-
-class _PythonReads(FunctionMode):
-    def __init__(self, value: Value) -> None:
-        super().__init__({
-            torch.tensor: functools.partial(_of_lists, torch.tensor),
-            torch.as_tensor: functools.partial(_of_lists, torch.as_tensor),
-            torch.Tensor.__format__: _format,
-            torch.Tensor.__array__: functools.partial(_array, value),
-        })  # fmt: skip
 
 
 def _of_lists(make: Callable[..., torch.Tensor], data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401
@@ -60,17 +60,11 @@ def _of_lists(make: Callable[..., torch.Tensor], data: Any, *args: Any, **kwargs
     return make(plain, *args, **kwargs)
 
 
-def _list_maker(value: Value) -> Callable[[FakeTensor], Any]:
-    one_by_one = FakeTensor.tolist
-
-    def tolist(self: FakeTensor) -> Any:  # noqa: ANN401
-        values = value(self)
-        if values is None:
-            return one_by_one(self)
-        with _disable_current_modes():
-            return values.tolist()
-
-    return tolist
+def _list(value: Value, tensor: FakeTensor) -> Any:  # noqa: ANN401
+    if (values := value(tensor)) is None:
+        return _list_one_by_one(tensor)
+    with _disable_current_modes():
+        return values.tolist()
 
 
 def _array(value: Value, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401

@@ -108,7 +108,8 @@ class OperatorLog(TorchDispatchMode):
             return result
         cost = PhaseRecord()
         cost.count(func, args, kwargs, result)
-        logged = LoggedCall(call=call, module=self._running[-1], flops=cost.flops, traffic_bytes=cost.traffic_bytes)
+        flops = cost.matmul_flops + cost.attention_flops
+        logged = LoggedCall(call=call, module=self._running[-1], flops=flops, traffic_bytes=cost.traffic_bytes)
         made = {storage._cdata: storage.nbytes() for _, storage in storages_in(result)}
         if made and not func._schema.is_mutable and not before & set(made):
             logged.saved_bytes = sum(made.values())

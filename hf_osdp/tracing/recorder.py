@@ -10,7 +10,7 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,11 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import _get_sequence_nr
 
 from ..errors import DescriptionTimeoutError
+from .kernel_scratch import Processors, kernel_scratch
 from .known_values import KnownValues, is_known
 from .memory_tracker import MemoryTracker
 from .repeated import Call, Repeatable, seen_operators
 from .tensors import tensors_in
-from .work import WORK, PhaseRecord
+from .work import PhaseRecord
 
 _DEVICE_OF = torch.ops.prim.device.default
 
@@ -69,14 +70,17 @@ class Recorder(MemoryTracker):
         mode: FakeTensorMode,
         known: KnownValues,
         *,
+        block_bytes: int = 1,
+        processors: Processors | None = None,
         deadline_s: float = math.inf,
-        **options: Any,
     ) -> None:
-        """Record operators on a mode's tensors, whose values are in `known`; `options` are the tracker's.
+        """Record operators on a mode's tensors, whose values are in `known`, in storages of whole blocks, and what
+        kernels for these processors take while they run.
 
         Operators raise DescriptionTimeoutError after `deadline_s` of the process's time.
         """
-        super().__init__(**options)
+        super().__init__(block_bytes=block_bytes)
+        self._processors = processors
         self._mode, self._known, self._seen = mode, known, seen_operators()
         self.records: list[SegmentRecord] = []
         self.inside = False
@@ -101,7 +105,7 @@ class Recorder(MemoryTracker):
 
     def begin_backward(self) -> None:
         """End forward; call this after releasing everything that does not outlive it."""
-        self._close_forward()
+        self._current.end_bytes = self.current_bytes
         self._in_backward = True
         self._first_nodes = [record.first_node for record in self.records]
         self._end_node = _get_sequence_nr()
@@ -126,17 +130,19 @@ class Recorder(MemoryTracker):
         with torch._C.DisableTorchFunction():  # so that reading shapes does not go through function modes
             args, kwargs = self._known.with_fakes(func, args, kwargs or {}, self._mode)
             self._switch_segment()
-            phase, call = self._phase, Call(func, args, kwargs)
+            phase = self._current.backward if self._in_backward else self._current.forward
+            call = Call(func, args, kwargs)
             result = self._repeated(call, phase)
             if result is None:
-                before = replace(phase)
+                work = PhaseRecord()
                 result = super().__torch_dispatch__(func, types, args, kwargs)
-                phase.count(func, args, kwargs, result)
+                work.count(func, args, kwargs, result)
+                phase.add(work)
                 if call.key is not None and call.key not in self._seen:
-                    work = {name: getattr(phase, name) - getattr(before, name) for name in WORK}
-                    self._seen[call.key] = Repeatable.of(call, result, is_known(func, result), PhaseRecord(**work))
+                    self._seen[call.key] = Repeatable.of(call, result, is_known(func, result), work)
             phase.levels.append(self.current_bytes)
-            if (scratch := self._scratch(func, args)) is not None:
+            scratch = None if self._processors is None else kernel_scratch(func, args, self._processors)
+            if scratch is not None:
                 phase.scratch.append((self.current_bytes, scratch))
         return result
 
@@ -160,7 +166,6 @@ class Recorder(MemoryTracker):
         result = seen.repeat(call, self._mode)
         for tensor in () if seen.is_view else tensors_in(result):
             self._update(tensor.untyped_storage())
-        phase.operators += 1
         phase.add(seen.work)
         return result
 
@@ -169,10 +174,6 @@ class Recorder(MemoryTracker):
         """Return False to spare each operator a wrapper: code that dynamo compiles runs outside of this mode."""
         return False
 
-    @property
-    def _phase(self) -> PhaseRecord:
-        return self._current.backward if self._in_backward else self._current.forward
-
     def _switch_segment(self) -> None:
         """Switch to the segment of the current operator; a pending segment opens only now, as earlier frees belong
         to the previous one.
@@ -180,15 +181,11 @@ class Recorder(MemoryTracker):
         if self._in_backward:
             self._switch_backward_segment()
         elif not self.records or self._pending is not self._current:
-            self._close_forward()
+            self._current.end_bytes = self.current_bytes
             self._current = self._pending
             self._current.start_bytes = self.current_bytes
             self._current.forward.levels.append(self.current_bytes)
             self.records.append(self._current)
-
-    def _close_forward(self) -> None:
-        if self.records:
-            self._current.end_bytes = self.current_bytes
 
     def _switch_backward_segment(self) -> None:
         """Switch to the segment whose autograd node runs; gradient accumulation and recomputation stay in the

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,18 +62,6 @@ def _run_backward(
         (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs or ()),
         allow_unreachable=True, accumulate_grad=True,
     )  # fmt: skip
-
-
-@contextmanager
-def silenced(name: str) -> Iterator[None]:
-    """Prevent a logger's messages inside the context."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,19 +61,6 @@ class TraceOptions:
     """
 
 
-@contextmanager
-def _forwards_restored(model: nn.Module) -> Iterator[None]:
-    """Restore forwards that are replaced inside the context when it ends."""
-    before = {module: module.__dict__.get("forward") for module in model.modules()}
-    try:
-        yield
-    finally:
-        for module, forward in before.items():
-            module.__dict__.pop("forward", None)
-            if forward is not None:
-                module.__dict__["forward"] = forward
-
-
 class Tracer:
     """Run a fake copy of a model, each time with other choices of its blocks' activations."""
 
@@ -121,8 +108,12 @@ class Tracer:
     def run(self, samples: Samples, choices: Mapping[int, Activations] = {}) -> list[list[SegmentRecord]]:
         """Return the segment records of each batch size, with these choices of units' activations."""
         self._logs, self._equal_to, self.output_bytes = {}, {}, []
-        with _forwards_restored(self._fake), ExitStack() as stack:
-            self._transform_blocks(choices)
+        with ExitStack() as stack:
+            for index, choice in choices.items():
+                block = self._modules[self._units[index].module_names[0]]
+                fully = choice.recomputation is not None and not choice.recomputation.saved_calls
+                stack.enter_context(replaced(block, forward=self._logged(index, block) if fully else block.forward))
+                change_forward(block, choice)
             stack.enter_context(host_memory(lambda like: None))
             stack.enter_context(self.reads)
             stack.enter_context(self._options.run.running(self._fake, self._model))
@@ -134,14 +125,6 @@ class Tracer:
     def able(self, unit: int, choice: Activations) -> Activations:
         """Return the part of a choice that a unit can do: a second forward would change some buffers twice."""
         return replace(choice, recomputation=None) if unit in self.changing else choice
-
-    def _transform_blocks(self, choices: Mapping[int, Activations]) -> None:
-        """Treat the blocks' activations as chosen."""
-        for index, choice in choices.items():
-            block, policy = self._modules[self._units[index].module_names[0]], choice.recomputation
-            if policy is not None and not policy.saved_calls:
-                block.forward = self._logged(index, block)
-            change_forward(block, choice)
 
     @property
     def recomputed_calls(self) -> dict[int, Sequence[LoggedCall]]:
@@ -232,7 +215,7 @@ class Tracer:
                 recorder.enter(unit, copy_of=traced.note)
                 self._equal_to[unit] = traced.note.unit
                 self.changing |= {unit} if traced.note.unit in self.changing else set()
-                output = traced.call.replay(args, kwargs, anchor)
+                output = traced.replay(args, kwargs, anchor)
                 recorder.leave()
                 return output
             record, buffers = recorder.enter(unit), _stored_buffers(module)

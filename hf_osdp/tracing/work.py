@@ -43,13 +43,9 @@ class PhaseRecord:
     traffic_bytes: int = 0
     operators: int = 0
 
-    @property
-    def flops(self) -> int:
-        return self.matmul_flops + self.attention_flops
-
     def add(self, work: PhaseRecord) -> None:
         """Add the work of another record."""
-        for name in WORK:
+        for name in (*WORK, "operators"):
             setattr(self, name, getattr(self, name) + getattr(work, name))
 
     def count(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:

@@ -13,7 +13,9 @@ import torch
 from torch._ops import OpOverload
 
 from hf_osdp.modeling.activations import host_memory
+from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.placement import pinned_bytes
+from hf_osdp.tracing.kernel_scratch import KernelScratch, Processors, kernel_scratch
 from hf_osdp.tracing.memory_tracker import MemoryTracker, Storage
 from hf_osdp.tracing.tensors import FunctionMode, storages_in
 
@@ -27,12 +29,13 @@ class Place(Enum):
 class HostTracker(MemoryTracker):
     """Count host memory apart: what `track` says, what an operator made from host memory, and what FSDP2 copied there.
 
-    With `locks_pages` pinned memory is rounded as `pinned_bytes` does.
+    With `locks_pages` pinned memory is rounded as `pinned_bytes` does; with `processors` the peak has what their
+    kernels take while they run.
     """
 
-    def __init__(self, *, locks_pages: bool = False, **options: Any) -> None:
+    def __init__(self, *, locks_pages: bool = False, processors: Processors | None = None, **options: Any) -> None:
         super().__init__(**options)
-        self._locks_pages = locks_pages
+        self._locks_pages, self._processors = locks_pages, processors
         self._target: Place | None = None
         self._places: dict[int, Place] = {}
         """Storages on the host."""
@@ -81,7 +84,10 @@ class HostTracker(MemoryTracker):
             if any(storage._cdata in self._places for _, storage in storages_in((args, kwargs))):
                 target = Place.HOST
         with self._targeting(target):
-            return super()._tracked(func, args, kwargs)
+            result = super()._tracked(func, args, kwargs)
+        if self._processors is not None and (scratch := kernel_scratch(func, args, self._processors)) is not None:
+            self.peak_bytes = max(self.peak_bytes, self.current_bytes + scratch_bytes(scratch))
+        return result
 
     def _update(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
@@ -111,6 +117,11 @@ class HostTracker(MemoryTracker):
             yield
         finally:
             self._target = before
+
+
+def scratch_bytes(scratch: KernelScratch) -> int:
+    """Return the bytes that a kernel takes for its number of rows."""
+    return scratch.growth.moment(Affine(), Affine(per_sample=1)).bytes(scratch.rows)
 
 
 def _copy_target() -> Place | None:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from ..parts import LinearSlice
-
-
-def slice_sizes(features: int, slices: int) -> tuple[int, ...]:
-    """Return the output features of each slice, as equal as possible, larger slices first."""
-    least, larger = divmod(features, slices)
-    return (least + 1,) * larger + (least,) * (slices - larger)
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -42,12 +36,10 @@ class SplitLinear(nn.Module):
         dim = 1 if transposed else 0
         weight, bias = cast(nn.Parameter, source.weight), cast("nn.Parameter | None", source.bias)
         self.in_features, self.out_features = weight.shape[1 - dim], weight.shape[dim]
-        self.sizes = slice_sizes(self.out_features, slices)
         self.leaves = {"weight": dim} if bias is None else {"weight": dim, "bias": 0}
-        weights = _split_parameter(weight, self.sizes, dim)
-        biases: Sequence[nn.Parameter | None] = (
-            [None] * slices if bias is None else _split_parameter(bias, self.sizes, 0)
-        )
+        weights = _split_parameter(weight, slices, dim)
+        self.sizes = tuple(part.shape[dim] for part in weights)
+        biases: Sequence[nn.Parameter | None] = [None] * slices if bias is None else _split_parameter(bias, slices, 0)
         self.slices = nn.ModuleList(
             LinearSlice(w, b, transposed=transposed) for w, b in zip(weights, biases, strict=True)
         )
@@ -57,9 +49,6 @@ class SplitLinear(nn.Module):
         """`[..., in_features]` → `[..., out_features]`."""
         return torch.cat([part(x) for part in self.slices], dim=-1)
 
-    def parts(self, leaf: str) -> Iterator[nn.Parameter]:
-        return (getattr(part, leaf) for part in self.slices)
-
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         if name in ("weight", "bias") and "leaves" in self.__dict__:
             raise AttributeError(
@@ -68,10 +57,10 @@ class SplitLinear(nn.Module):
         return super().__getattr__(name)
 
 
-def _split_parameter(parameter: nn.Parameter, sizes: tuple[int, ...], dim: int) -> list[nn.Parameter]:
-    """Split a parameter into slices with memory of their own: FSDP2 frees what it shards, and a view of the whole
-    weight would keep all of it.
+def _split_parameter(parameter: nn.Parameter, slices: int, dim: int) -> list[nn.Parameter]:
+    """Split a parameter into slices, as equal as possible, with memory of their own: FSDP2 frees what it shards, and a
+    view of the whole weight would keep all of it.
     """
-    parts = torch.split(parameter.detach(), list(sizes), dim)
+    parts = torch.tensor_split(parameter.detach(), slices, dim)
     copies = [part.clone(memory_format=torch.contiguous_format) for part in parts]
     return [nn.Parameter(copy, requires_grad=parameter.requires_grad) for copy in copies]

@@ -66,7 +66,7 @@ def whole_parameters(model: nn.Module) -> dict[str, WholeParameter]:
         if not isinstance(module, SplitLinear):
             continue
         for leaf, dim in module.leaves.items():
-            shape = list(next(module.parts(leaf)).shape)
+            shape = list(getattr(module.slices[0], leaf).shape)
             shape[dim] = sum(module.sizes)
             parts = tuple(f"{home[id(part)]}.{leaf}" for part in module.slices)
             name = f"{canonical_name(prefix)}.{leaf}"

@@ -7,6 +7,7 @@ from transformers import ViTConfig, ViTForImageClassification
 from hf_osdp.planner.affine import Affine, Envelope, ScratchMoment
 from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.kernel_scratch import Processors, kernel_scratch
+from tests.helpers.host_tracker import scratch_bytes
 
 aten = torch.ops.aten
 MIB = 2**20
@@ -16,7 +17,7 @@ A100, H100 = Processors(108, 2048), Processors(132, 2048)
 def row_sum(rows: int, outputs: int, processors: Processors, dtype: torch.dtype = torch.bfloat16) -> int:
     tensor = torch.empty(rows, outputs, dtype=dtype, device="meta")
     scratch = kernel_scratch(aten.sum.dim_IntList, (tensor, [0], True), processors)
-    return 0 if scratch is None else scratch.growth.of_rows(scratch.rows)
+    return 0 if scratch is None else scratch_bytes(scratch)
 
 
 @pytest.mark.parametrize(("rows", "outputs", "dtype", "processors", "counted"), [
@@ -40,7 +41,7 @@ def test_embedding_gradient_takes_the_sums_that_the_allocator_counted(tokens, ro
     gradient = torch.empty(1, tokens, 768, dtype=torch.bfloat16, device="meta")
     indices = torch.empty(1, tokens, dtype=torch.long, device="meta")
     scratch = kernel_scratch(aten.embedding_dense_backward.default, (gradient, indices, rows, -1, False), H100)
-    assert scratch.growth.of_rows(scratch.rows) == pytest.approx(counted, rel=1e-3)
+    assert scratch_bytes(scratch) == pytest.approx(counted, rel=1e-3)
 
 
 def test_scratch_moment_adds_kernel_bytes_from_least_batch_on():

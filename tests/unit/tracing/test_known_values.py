@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.tracing.describe import describe
-from hf_osdp.tracing.known_values import KnownValues
+from hf_osdp.tracing.known_values import KnownValues, on_fake_tensors
 from hf_osdp.tracing.tensors import FunctionMode
 from tests.helpers.architectures import TINY
 from tests.helpers.sampling import slow_but
@@ -19,7 +19,8 @@ IDS = torch.tensor([[5, 7, 7, 2], [9, 2, 1, 1]])
 @pytest.fixture
 def ids():
     """The ids as fake tensors whose values are known, inside the modes."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, KnownValues(alone=True) as known:
+    mode, known = FakeTensorMode(allow_non_fake_inputs=True), KnownValues(alone=True)
+    with on_fake_tensors(mode, known):
         yield known.fakes_of(IDS, mode)
 
 
