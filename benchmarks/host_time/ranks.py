@@ -16,7 +16,7 @@ from benchmarks.shared import Forks
 
 from .variants import Variant
 
-STEPS = 3
+STEPS = 6
 """Steps of a variant before it is the next one's turn."""
 
 
