@@ -307,11 +307,7 @@ def measure_limit(
 ) -> LimitRow:
     """Measure the search's plan at its limit and, with `walks`, find the lowest limit under which it still runs."""
     hardware = hardware_of(memory, setting.margin)
-    plan = search(
-        PlanningProblem(
-            description=setting.description, hardware=hardware, job=setting.job, memory_limit_bytes=limit_bytes
-        )
-    ).plan
+    plan = search(_problem(setting, hardware, limit_bytes)).plan
     reading = attempt(plan, setting, memory, limit_bytes)
     return LimitRow(
         model=setting.name,
@@ -341,16 +337,7 @@ def limits_of(setting: Setting, memory: Memory, between: Sequence[float]) -> Ite
     """Yield limits from the planner's least feasible one to what DDP needs, up to the device's memory."""
     hardware = hardware_of(memory, setting.margin)
     least, most = (
-        least_memory(
-            PlanningProblem(
-                description=setting.description,
-                hardware=hardware,
-                job=setting.job,
-                memory_limit_bytes=hardware.device.memory_bytes,
-                strategy=name,
-            )
-        )
-        for name in ("osdp", "ddp")
+        least_memory(_problem(setting, hardware, hardware.device.memory_bytes, name)) for name in ("osdp", "ddp")
     )
     for part in between:
         limit = int(least + part * (most - least))
@@ -439,24 +426,23 @@ def hardware_of(memory: Memory, margin: float | None) -> Hardware:
 def plan_of(setting: Setting, layout: str) -> Plan:
     """Return a plan with one layout for all units; `mixed` alternates layouts."""
     batch = Batch(micro_batch_size=setting.job.micro_batch_size, accumulation_steps=1)
-    strategy, hardware = (
-        Strategy({"zero3": "fsdp", "grouped": "fsdp", "mixed": "osdp"}.get(layout, layout)),
-        preset("h100", devices_per_node=WORLD),
-    )
+    strategy = {"zero3": "fsdp", "grouped": "fsdp", "mixed": "osdp"}.get(layout, layout)
+    hardware = preset("h100", devices_per_node=WORLD)
     job = replace(setting.job, recompute=False, host_offload=False, offload_activations=False)
-    problem = PlanningProblem(
-        description=setting.description,
-        hardware=hardware,
-        job=job,
-        memory_limit_bytes=hardware.device.memory_bytes,
-        strategy=strategy,
-    )
+    problem = replace(_problem(setting, hardware, hardware.device.memory_bytes, strategy), job=job)
     spaces = search_spaces(problem, batch)
     space = spaces[len(spaces) // 2]
     choices = [
         options[3 * index % len(options)] if layout == "mixed" else options[0] for index, options in enumerate(space)
     ]
     return Plan.of(setting.description, choices, batch, world_size=WORLD, strategy=layout)
+
+
+def _problem(setting: Setting, hardware: Hardware, limit_bytes: int, strategy: str = "osdp") -> PlanningProblem:
+    return PlanningProblem(
+        description=setting.description, hardware=hardware, job=setting.job, memory_limit_bytes=limit_bytes,
+        strategy=Strategy(strategy),
+    )  # fmt: skip
 
 
 def _steps(plan: Plan, setting: Setting, memory: Memory) -> Reading:
