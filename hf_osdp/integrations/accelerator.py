@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -121,9 +121,15 @@ class OSDPAccelerator(AcceleratorPreparation):
         self._writer.wait()
         super().end_training()
 
-    def out_of_memory_explained(self) -> AbstractContextManager[None]:
-        """Return a context that explains out-of-memory errors, once there is a plan."""
-        return nullcontext() if self._out_of_memory is None else self._out_of_memory.explained()
+    @contextmanager
+    def out_of_memory_explained(self) -> Iterator[None]:
+        """Explain out-of-memory errors raised in this context, once a model has been prepared."""
+        try:
+            yield
+        except Exception as error:
+            if self._out_of_memory is not None:
+                self._out_of_memory.handle(error)
+            raise
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward as `Accelerator.backward`, and explain an out-of-memory error in it."""

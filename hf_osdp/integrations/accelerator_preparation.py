@@ -78,18 +78,14 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         self.gradient_accumulation_steps = plan.accumulation_steps
         return plan
 
-    def use_plan(self, model: nn.Module, run: PlannedRun) -> None:
-        """Use this plan in `prepare` of the model; `no_sync`, not Accelerate, then decides when gradients are reduced.
+    def use_plan(self, run: PlannedRun) -> None:
+        """Use this plan in `prepare`; `no_sync`, not Accelerate, then decides when gradients are reduced.
 
         A single process runs under FSDP2, with its mixed precision, only if the plan keeps units on the host: under
         autocast, the copies of their weights would stay on the device from forward to backward.
         """
         self.plugin.check_given(run.plan, self.device.type)
         self.planned_run, self._writer.plan = run, run.plan
-        self._out_of_memory = OutOfMemoryHandler(
-            model, run.plan, run.units,
-            hardware=run.hardware, on_oom=self.plugin.config.on_oom, device=self.device,
-        )  # fmt: skip
         if not self.is_fsdp2 and uses_host(run.plan):
             form_process_group(needed=True)
             self._use_fsdp()
@@ -152,7 +148,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         )
         prepare_model(model, job.precision)
         run = plan_and_announce(model, job)
-        self.use_plan(model, run)
+        self.use_plan(run)
         return run.plan
 
     def _batch_size(self, loader: DataLoader[Any]) -> int | None:
@@ -236,6 +232,9 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
             shard_model(model, run, self.plugin, optimizers, device=self.device)
         else:
             apply_plan_unsharded(model, run, optimizers)
+        self._out_of_memory = OutOfMemoryHandler(
+            model, run.plan, run.units, hardware=run.hardware, on_oom=self.plugin.config.on_oom, device=self.device
+        )
 
     def _bind_optimizers(self, optimizers: Sequence[torch.optim.Optimizer], run: PlannedRun) -> None:
         """Make the optimizers step as planned, and measure the first steps of this loop, also of a later one."""

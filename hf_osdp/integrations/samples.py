@@ -24,8 +24,8 @@ from ..modeling.replaced import replaced
 
 _MAX_STREAM_SAMPLES = 256
 """Most samples to read from a stream."""
-_MAX_READ_SAMPLES, _MAX_READ_S = 200_000, 2.0
-"""Most samples to read one by one, and the time limit for it."""
+_MAX_READ_S = 2.0
+"""Time limit for reading samples one by one."""
 _GENERATOR_TYPES = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _TOKEN_FIELDS = ("input_ids", "inputs_embeds", "decoder_input_ids")
 
@@ -90,14 +90,13 @@ def _longest_samples(dataset: Any) -> tuple[list[Any], int, bool]:  # noqa: ANN4
     were read.
 
     From a `datasets.Dataset` only lengths are read, for all rows. Other datasets with a length are read sample by
-    sample, in random order, for at most two seconds. From a stream the first samples of a copy are read.
+    sample, evenly spread, for at most two seconds. From a stream the first samples of a copy are read.
     """
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         total = len(dataset)
         if total and (rows := _longest_rows(dataset)) is not None:
             return [dataset[row] for row in rows], total, True
-        order = random.Random(0).sample(range(total), min(total, _MAX_READ_SAMPLES))
-        samples, seen = _longest(dataset[index] for index in order)
+        samples, seen = _longest(dataset[index] for index in _spread_indices(total))
         return samples, seen, seen == total
     try:
         stream = copy.deepcopy(dataset)
@@ -148,36 +147,34 @@ def _preserve_random_states() -> AbstractContextManager[None]:
     return random_states_kept(range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0))
 
 
-def _held_by(root: object) -> Iterator[tuple[object, str, Any]]:
-    """Yield the attributes of an object and of up to seven objects inside it, with their owners and names."""
-    owners = [root]
-    for owner in owners:
-        for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
-            yield owner, name, value
-            if hasattr(value, "__dict__") and not _is_shared(value) and len(owners) < 8:
-                owners.append(value)
-
-
-def _is_shared(value: object) -> bool:
-    """Return whether a copied collator shares a value with the original: a model, a tokenizer or a processor."""
-    return isinstance(value, nn.Module) or hasattr(value, "save_pretrained")
-
-
 @contextmanager
 def _preserve_generators(dataset: object) -> Iterator[None]:
     """Replace the random number generators of a dataset, and of objects inside it, by copies in this context."""
-    with ExitStack() as stack:
-        for owner, name, value in list(_held_by(dataset)):
+    holders, held = [dataset], []
+    for holder in holders:
+        for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
             if isinstance(value, _GENERATOR_TYPES):
-                stack.enter_context(replaced(owner, **{name: copy.deepcopy(value)}))
+                held.append((holder, name, value))
+            elif hasattr(value, "__dict__") and len(holders) < 8:
+                holders.append(value)
+    with ExitStack() as stack:
+        for holder, name, value in held:
+            stack.enter_context(replaced(holder, **{name: copy.deepcopy(value)}))
         yield
 
 
 def _copy_collator(collate: Collate) -> Collate:
     """Copy a collator with its random number generators, but not its models and tokenizers."""
-    shared = {id(value): value for _, _, value in _held_by(collate) if _is_shared(value)}
+    memo: dict[int, Any] = {}
+    holders = [collate]
+    for holder in holders:
+        for value in vars(holder).values() if hasattr(holder, "__dict__") else ():
+            if isinstance(value, nn.Module) or hasattr(value, "save_pretrained"):
+                memo[id(value)] = value
+            elif callable(value) and len(holders) < 8:  # a collator inside another
+                holders.append(value)
     try:
-        return copy.deepcopy(collate, shared)
+        return copy.deepcopy(collate, memo)
     except Exception:  # for example, it holds an open file
         return collate
 
@@ -212,6 +209,15 @@ def _longest_rows(dataset: Any) -> tuple[int, ...] | None:  # noqa: ANN401  of a
         rows = dataset._indices.column(0).to_numpy()
         lengths = [column[rows] for column in lengths]
     return tuple(dict.fromkeys(int(values.argmax()) for values in (sum(lengths), *lengths)))
+
+
+def _spread_indices(total: int) -> Iterator[int]:
+    """Yield every index once, in an order in which the first ones are spread evenly."""
+    step = 1 << max(0, total - 1).bit_length()
+    yield from range(0, total, step)
+    while step > 1:
+        yield from range(step // 2, total, step)
+        step //= 2
 
 
 def _longest(samples: Iterable[Any]) -> tuple[list[Any], int]:

@@ -119,7 +119,7 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
             self._run = plan_and_announce(self.model, job)
         set_batch(args, self._run.plan)
         self._train_batch_size = args.train_batch_size
-        self.accelerator.use_plan(self.model, self._run)
+        self.accelerator.use_plan(self._run)
         self.is_fsdp_enabled = (
             self.is_fsdp_enabled or self.accelerator.is_fsdp2
         )  # also a single process with host offload
@@ -231,10 +231,10 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
         self.accelerator.project_configuration.project_dir = self.args.output_dir
         refuse_changes(self, self._run)
         try:
-            stopping = self._stop if self._osdp.save_on_sigterm else nullcontext()
-            with stopping, self.accelerator.out_of_memory_explained(), mixing_explained(in_loss=False):
+            with self.accelerator.out_of_memory_explained(), mixing_explained(in_loss=False):
                 output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
         finally:
+            self._stop.abandon()  # in case an error ended training
             if (meter := self.accelerator.meter) is not None:
                 meter.discard()
         self._finish_checkpoints()

@@ -60,7 +60,7 @@ def requested_config(
         **stated_options(here if isinstance(here, Mapping) else None),
         **stated_options(None if osdp is True else osdp),
     }
-    if args is not None and args.torch_compile and options.get("compile") is False:
+    if args is not None and args.torch_compile and options.setdefault("compile", True) is False:
         raise ValueError("torch_compile=True contradicts compile=False in OSDP's options; leave one of the two out.")
     return merged_config(options, request.plan_options)
 
@@ -106,7 +106,7 @@ def copied_arguments(args: TrainingArguments) -> TrainingArguments:
             " leave one of the two out."
         )
     own.gradient_accumulation_steps = steps or args.gradient_accumulation_steps
-    own.torch_compile = False  # the accelerator's plugin says it
+    own.torch_compile = False  # the plan compiles the blocks
     return own
 
 

@@ -283,6 +283,8 @@ class Events:
             control = self._call(event, args, state, control, **kwargs)
         if self._stop is None:
             return control
+        if event == "on_train_begin":
+            self._stop.start()
         if event == "on_step_end" and self._stop.agreed():
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False  # the launcher kills after a few seconds
@@ -290,4 +292,6 @@ class Events:
                 _log.warning("SIGTERM: training saves checkpoint-%d and ends.", state.global_step)
         if event == "on_epoch_end" and self._stop.stopped:  # the checkpoint after the step is enough
             control.should_save = control.should_evaluate = False
+        if event == "on_train_end":
+            self._stop.finish()
         return control
