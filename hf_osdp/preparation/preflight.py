@@ -103,9 +103,8 @@ def whole_in_one_unit(units: Sequence[UnitDescription]) -> Finding | None:
         for match in _NUMBERED.finditer(parameter.name):
             elements.setdefault(parameter.name[: match.start()], set()).add(match.group(1))
     name, repeated = max(elements.items(), key=lambda item: len(item[1]), default=("", set()))
-    if 2 * largest.numel <= total or len(repeated) <= len(
-        largest.module_names
-    ):  # one block, or those joined by a plan
+    own = len(largest.module_names)  # one block, or those that a plan has joined
+    if 2 * largest.numel <= total or len(repeated) <= own:
         return None
     message = (
         f"Unit {largest.label} ({largest.class_name}) holds {format_count(largest.numel)} of {format_count(total)}"

@@ -12,6 +12,7 @@ from hf_osdp import OSDPConfig, with_osdp
 
 pytest.importorskip("trl", reason="needs the extra `trainers`")
 
+KINDS = ("sft", "dpo", "kto", "reward")
 WORDS = "once upon a time there was a little girl named lily she loved to play outside".split()
 
 
@@ -42,23 +43,36 @@ def _config():
 
 
 def _trainer(kind: str):
-    """Class, its arguments' class, the model, the data's columns, further arguments."""
+    """Class, its arguments' class, the model's class, the data's columns, further arguments."""
     import trl
     from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
     torch.manual_seed(0)
     long, short, prompt = _texts(32, 40), _texts(32, 24), _texts(32, 8)
-    if kind == "sft":
-        return trl.SFTTrainer, trl.SFTConfig, LlamaForCausalLM(_config()), {"text": long}, {}
-    if kind == "reward":
-        model, columns = LlamaForSequenceClassification(_config()), {"chosen": long, "rejected": short}
-        return trl.RewardTrainer, trl.RewardConfig, model, columns, {}
-    model, more = LlamaForCausalLM(_config()), {"ref_model": LlamaForCausalLM(_config())}
-    return trl.DPOTrainer, trl.DPOConfig, model, {"prompt": prompt, "chosen": short, "rejected": long}, more
+    match kind:
+        case "sft":
+            return trl.SFTTrainer, trl.SFTConfig, LlamaForCausalLM(_config()), {"text": long}, {}
+        case "dpo":
+            columns = {"prompt": prompt, "chosen": short, "rejected": long}
+            return (
+                trl.DPOTrainer, trl.DPOConfig, LlamaForCausalLM(_config()), columns,
+                {"ref_model": LlamaForCausalLM(_config())},
+            )  # fmt: skip
+        case "kto":
+            columns = {"prompt": prompt, "completion": long, "label": [row % 2 == 0 for row in range(32)]}
+            return (
+                trl.KTOTrainer, trl.KTOConfig, LlamaForCausalLM(_config()), columns,
+                {"ref_model": LlamaForCausalLM(_config())},
+            )  # fmt: skip
+        case _:
+            return (
+                trl.RewardTrainer, trl.RewardConfig, LlamaForSequenceClassification(_config()),
+                {"chosen": long, "rejected": short}, {},
+            )  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.on_ranks(2, init=False, timeout_s=200)
 def test_estimated_peak_is_near_the_measured_one(kind, tmp_path):
     trainer_class, config_class, model, columns, more = _trainer(kind)

@@ -97,7 +97,7 @@ def main() -> int:
 
 
 def run_case(name: str, mode: str, limit_s: float, *, one_gpu: bool = False) -> dict[str, str]:
-    """Run one case. Return the message and the seconds since the fault, of which it may take `limit_s`.
+    """Run one case. Return the message, the seconds since the fault, of which it may take `limit_s`, and all output.
 
     With `one_gpu`, in mode `ours` alone, ranks share this machine's GPU over NCCL.
     """
@@ -121,7 +121,7 @@ def run_case(name: str, mode: str, limit_s: float, *, one_gpu: bool = False) -> 
                 end(process)
         said = (folder / "output").read_text(errors="replace")
         seconds = at - float(fault.read_text()) if fault.exists() else at - began
-    return {"seconds": f"{seconds:.1f}" if ended else f"> {limit_s:.0f}", "message": message(said)}
+    return {"seconds": f"{seconds:.1f}" if ended else f"> {limit_s:.0f}", "message": message(said), "output": said}
 
 
 def start(
