@@ -94,6 +94,12 @@ def test_python_on_pages_imports_what_there_is():
             assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
 
 
+def test_every_formula_can_be_set():
+    math = pytest.importorskip("docutils.utils.math.latex2mathml", reason="the site's builder sets formulas")
+    for formula in re.findall(r"(?<!\\)\$\$(.+?)\$\$", page("planner.md"), re.DOTALL):
+        math.tex2mathml(formula, as_block=True)
+
+
 def test_commands_on_the_pages_are_understood():
     group = typer.main.get_command(app)
     lines = (line for block in code("bash") for line in block.splitlines())
