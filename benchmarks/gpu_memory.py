@@ -427,9 +427,9 @@ def plan_of(setting: Setting, layout: str) -> Plan:
     """Return a plan with one layout for all units; `mixed` alternates layouts."""
     batch = Batch(micro_batch_size=setting.job.micro_batch_size, accumulation_steps=1)
     strategy = {"zero3": "fsdp", "grouped": "fsdp", "mixed": "osdp"}.get(layout, layout)
-    hardware = preset("h100", devices_per_node=WORLD)
-    job = replace(setting.job, recompute=False, host_offload=False, offload_activations=False)
-    problem = replace(_problem(setting, hardware, hardware.device.memory_bytes, strategy), job=job)
+    hardware = replace(preset("h100", devices_per_node=WORLD), host=None)  # everything stays on the device
+    problem = _problem(setting, hardware, hardware.device.memory_bytes, strategy)
+    problem = replace(problem, job=replace(problem.job, recompute=False))
     spaces = search_spaces(problem, batch)
     space = spaces[len(spaces) // 2]
     choices = [

@@ -273,6 +273,14 @@ class Segment:
     """Bytes copied to the host if saved activations are there; more than that frees if other segments hold some."""
     gradient_bytes: Affine = Affine()
     """Gradient of the segment's input, live when its backward ends; the backward of the preceding segment takes it."""
+    arrival_bytes: Affine = Affine()
+    """Live bytes when the last gradient of a parameter has come, without these gradients: more than `gradient_bytes`
+    where backward goes on, as that of a norm does for its input after that of its weight.
+    """
+    kept_bytes: Affine = Affine()
+    """Bytes that stay live after backward until the next step: what its modules store as attributes, such as
+    RecurrentGemma's state, with all that autograd holds for them.
+    """
     gradients: tuple[str, ...] = ()
     """Parameters gathered for the whole step whose gradients are live from this segment's backward on."""
     forward: PhaseCost = PhaseCost()

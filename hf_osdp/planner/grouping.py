@@ -116,13 +116,15 @@ def _chained(segments: Sequence[Segment], gradients: Sequence[Affine]) -> Segmen
     level = Affine()
     for segment, own in reversed(list(zip(segments, gradients, strict=True))):
         backward.append(segment.backward.peak_bytes.plus(level))
-        level = level.plus(own).plus(segment.saved_bytes.scaled(-1, constants=True))
+        level = level.plus(own).plus(segment.kept_bytes).plus(segment.saved_bytes.scaled(-1, constants=True))
     return replace(
         segments[0],
         saved_bytes=saved,
         held_bytes=_sum([segment.held_bytes for segment in segments]),
         own_saved_bytes=Affine(),
         sent_bytes=Affine(),
+        arrival_bytes=_sum([segments[0].arrival_bytes, *(segment.kept_bytes for segment in segments[1:])]),
+        kept_bytes=_sum([segment.kept_bytes for segment in segments]),
         gradients=tuple(dict.fromkeys(name for segment in segments for name in segment.gradients)),
         forward=_in_turn([segment.forward for segment in segments], forward),
         backward=_in_turn([segment.backward for segment in segments], backward),

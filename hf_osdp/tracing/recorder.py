@@ -46,6 +46,8 @@ class SegmentRecord:
     """Names of the parameters whose gradients its backward made, if a name was passed for them."""
     input_gradient_bytes: int = 0
     """Live bytes above `start_bytes` after its backward: the gradient of its input, less an input freed with it."""
+    arrival_bytes: int = 0
+    """Live bytes above `start_bytes`, without gradients of parameters, when the last of these had come."""
     release: Callable[[], None] | None = None
     """Removes the tensors that its modules store as attributes."""
     freed: list[tuple[SegmentRecord, int]] = field(default_factory=list)
@@ -88,6 +90,8 @@ class Recorder(MemoryTracker):
         self._current = self._pending = SegmentRecord(unit=0, first_node=_get_sequence_nr())
         self._in_backward = False
         self._with_gradients: list[nn.Parameter] = []
+        self._last_arrival = 0
+        """Live bytes when the last of their gradients had come."""
         self._first_nodes: list[int] = []
         self._owners: dict[int, SegmentRecord] = {}
         """The segment that made each live storage."""
@@ -116,6 +120,7 @@ class Recorder(MemoryTracker):
         `register_post_accumulate_grad_hook`.
         """
         self._with_gradients.append(parameter)
+        self._last_arrival = self.current_bytes
         if name is not None:
             self._current.gradients.append(name)
 
@@ -205,9 +210,12 @@ class Recorder(MemoryTracker):
         record.backward.levels.append(self.current_bytes)
 
     def close_backward(self) -> None:
-        record = self._current
+        record, before = self._current, self.current_bytes
         for parameter in self._with_gradients:
             parameter.grad = None
+        if self._with_gradients:
+            gradients = before - self.current_bytes
+            record.arrival_bytes = max(0, self._last_arrival - gradients - record.start_bytes)
         self._with_gradients.clear()
         if record.release is not None:
             before = self.current_bytes

@@ -27,11 +27,8 @@ def segments_of(traces: Sequence[Sequence[SegmentRecord]], samples: Samples) -> 
             f" a loss that runs the model in mini-batches needs mini-batches of more than {samples[-1]} samples."
         )
     by_segment = list(zip(*map(_without_unused, traces), strict=True))
-    kept = [
-        linear_bytes([(record.copy_of or record).kept_bytes for record in records], samples) for records in by_segment
-    ]
     phases: _Phases = {}
-    return _with_kept([_segment(records, samples, phases) for records in by_segment], kept)
+    return [_segment(records, samples, phases) for records in by_segment]
 
 
 def _without_unused(trace: Sequence[SegmentRecord]) -> list[SegmentRecord]:
@@ -52,18 +49,6 @@ def _without_unused(trace: Sequence[SegmentRecord]) -> list[SegmentRecord]:
                     one, start_bytes=one.start_bytes - begins * nbytes, end_bytes=one.end_bytes - ends * nbytes
                 )
     return [one if one.copy_of is None else replace(one, copy_of=records[places[id(one.copy_of)]]) for one in records]
-
-
-def _with_kept(segments: Sequence[Segment], kept: Sequence[Affine]) -> list[Segment]:
-    """Add to each backward the bytes that modules of later segments keep, such as RecurrentGemma's state."""
-    found: list[Segment] = []
-    later = Affine()
-    for segment, own in zip(reversed(segments), reversed(kept), strict=True):
-        peak = segment.backward.peak_bytes if later == Affine() else segment.backward.peak_bytes.plus(later)
-        later = later.plus(own)
-        gradient = segment.gradient_bytes.plus(later)
-        found.append(replace(segment, gradient_bytes=gradient, backward=replace(segment.backward, peak_bytes=peak)))
-    return found[::-1]
 
 
 def held_by_recomputed(plain: Segment, recomputed: Segment) -> Affine:
@@ -136,6 +121,8 @@ def _segment(records: Sequence[SegmentRecord], samples: Samples, phases: _Phases
         sent_bytes=linear_bytes([t.sent_bytes for t in traced], samples),
         gradients=tuple(records[0].gradients),
         gradient_bytes=linear_bytes([t.input_gradient_bytes for t in traced], samples),
+        arrival_bytes=linear_bytes([t.arrival_bytes for t in traced], samples),
+        kept_bytes=linear_bytes([t.kept_bytes for t in traced], samples),
         forward=phase([t.forward for t in traced], [t.start_bytes for t in traced]),
         backward=phase([t.backward for t in traced], ends),
     )

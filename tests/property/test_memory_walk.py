@@ -63,6 +63,9 @@ class Sums:
     def saved(self, until: int) -> int:
         return sum(terms.saved for terms in self.bytes[:until])
 
+    def kept(self, since: int = 0) -> int:
+        return sum(terms.kept for terms in self.bytes[since:])
+
     def gathered(self, kept: list[int], whole: list[int]) -> int:
         copies = sum(unit.copies for unit in self.units)
         return copies + sum(self.units[i].kept for i in kept) + sum(self.units[i].gathered for i in whole)
@@ -132,7 +135,7 @@ class Sums:
             tail = self.units[min(freed, key=self.first.__getitem__)].reduce_tail if freed else 0
             buffers = sum(self.units[u].reduced_after for u in done)
             there = self.gathered([u for u in self.passing if self.first[u] <= i], [*self.whole, *waits])
-            level = dict(activations=self.saved(i + 1), gradients=self.gradients(i))
+            level = dict(activations=self.saved(i + 1) + self.kept(i + 1), gradients=self.gradients(i))
             own = 0
             if unit not in self.whole:
                 own, cast = (0, 0) if terms.kept else (terms.gathered, terms.cast_buffer)
@@ -145,7 +148,8 @@ class Sums:
             if unit not in self.at_end and self.first[unit] == i:
                 left = dict(gathered=there - terms.kept + self.ahead(i))
                 buffers += 0 if unit in self.managed else tail
-                saved, gradients = self.saved(i) + self.bytes[i].gradient, self.gradients(i)
+                own = self.bytes[i].gradient + self.bytes[i].kept if unit in self.managed else self.bytes[i].arrived
+                saved, gradients = self.saved(i) + self.kept(i + 1) + own, self.gradients(i)
                 yield self.moment(
                     "backward: reduce", unit, activations=saved + terms.unsharded_gradients, gradients=gradients,
                     buffers=buffers + terms.reduce_input + terms.reduce_copy, **left,
@@ -167,7 +171,7 @@ class Sums:
                 shards = sum(self.units[u].gradients_after + self.units[u].gradients_settled for u in reduced)
                 return settled + shards + sum(self.units[u].unsharded_gradients for u in waiting)
 
-            level = dict(activations=0, gathered=self.gathered([], waiting[1:]))
+            level = dict(activations=self.kept(), gathered=self.gathered([], waiting[1:]))
             buffers = sum(self.units[u].reduced_after for u in (*before, *reduced)) + terms.reduce_input
             filled = buffers + terms.reduce_copy
             yield self.moment(
@@ -182,7 +186,7 @@ class Sums:
         highest = max(highest, *(unit.states_passing for unit in self.units))
         shards = sum(self.units[u].gradients_after + self.units[u].gradients_settled for u in self.at_end)
         yield self.moment(
-            "optimizer step", None, gathered=0, activations=0, gradients=settled + shards, buffers=highest
+            "optimizer step", None, gathered=0, activations=self.kept(), gradients=settled + shards, buffers=highest
         )
 
 
@@ -221,6 +225,16 @@ def without_root(description: ModelDescription) -> ModelDescription:
     return replace(description, units=description.units[1:], segments=segments)
 
 
+def keeping(description: ModelDescription, dice: random.Random) -> ModelDescription:
+    """Segments that keep something until the next step, and whose backward goes on after their last gradient."""
+
+    def changed(costs: Segment) -> Segment:
+        more = {name: Affine(per_sample=dice.choice([0, 300])) for name in ("kept_bytes", "arrival_bytes")}
+        return replace(costs, **more)
+
+    return replace(description, segments=tuple(segment.each(changed) for segment in description.segments))
+
+
 RESIDENT = {"buffer_bytes": 13, "input_bytes": Affine(per_sample=17), "output_bytes": Affine(per_sample=19)}
 seeds, worlds, kinds = st.integers(0, 10**6), st.sampled_from([1, 2, 4]), ["", "tied", "rootless"]
 
@@ -230,6 +244,7 @@ def test_each_moment_is_the_sum_of_what_is_there(seed, world_size, job, batch, k
     options = {"tied": kind == "tied", "stacks": stacks, "late": late}
     description = at_random(seed, kinds=2, blocks=4, recomputable=True, **options)
     description = replace(without_root(description) if kind == "rootless" else description, **RESIDENT)
+    description = keeping(description, random.Random(seed))
     choices = random_choices(random.Random(seed), description, world_size, batch)
     sums = Sums(description, choices, world_size, job, batch)
     found = estimate_memory(description, choices, world_size, job, batch)

@@ -69,6 +69,9 @@ class SegmentBytes:
     saved: int
     """Negative for a segment of the root that frees more than it saves, such as the output of the preceding unit."""
     gradient: int
+    arrived: int
+    """Without gradients of parameters, when the last of these has come; at least what backward leaves."""
+    kept: int
     forward_peak: int
     backward_peak: int
     host: int
@@ -90,13 +93,20 @@ class SegmentBytes:
         saved = form.saved_bytes.change(samples) if span is GatherSpan.STEP else form.saved_bytes.bytes(samples)
         saved += form.held_bytes.bytes(samples) if recomputes else 0
         left, host = saved_bytes(form, saved, samples, activations)
+        gradient, kept = form.gradient_bytes.bytes(samples), form.kept_bytes.bytes(samples)
         return cls(
             saved=left,
-            gradient=form.gradient_bytes.bytes(samples),
+            gradient=gradient,
+            arrived=max(gradient + kept, form.arrival_bytes.bytes(samples)),
+            kept=kept,
             forward_peak=form.forward.peak_bytes.bytes(samples),
             backward_peak=form.backward.peak_bytes.bytes(samples) + saved - left,
             host=host,
         )
+
+    def in_units(self, size: int) -> SegmentBytes:
+        """Return the terms in units of `size` bytes, rounded down."""
+        return SegmentBytes(**{name: getattr(self, name) // size for name in self.__slots__})
 
     @classmethod
     def least(cls, segment: Segment, span: GatherSpan, samples: int, choices: Iterable[Activations]) -> SegmentBytes:
@@ -126,7 +136,7 @@ class CallMoments(Generic[Bytes]):
     reductions: tuple[Bytes, ...]
     """While gradients are reduced: before they are freed, and with the result; none if that is at the end."""
     left_by_backward: Bytes
-    """r: gradients."""
+    """r: gradients, and what modules keep."""
 
 
 NO_CALL: CallMoments[int] = CallMoments(
@@ -140,10 +150,12 @@ def call_moments(unit: UnitBytes, segment: SegmentBytes, of: Callable[..., Bytes
     forward = of(activations=segment.saved, gathered=unit.kept)
     reductions: tuple[Bytes, ...] = ()
     if unit.at_end:
-        backward = of(gathered=unit.gathered, gradients=unit.unsharded_gradients)
+        backward = of(gathered=unit.gathered, gradients=unit.unsharded_gradients, activations=segment.kept)
     else:
-        freed = of(activations=segment.gradient - segment.saved, gathered=-unit.kept)
-        backward = of(gradients=unit.gradients_after, buffers=unit.reduced_after)
+        # FSDP2 reduces when backward has ended, a replica when the last gradient has come
+        there = segment.gradient + segment.kept if unit.managed else segment.arrived
+        freed = of(activations=there - segment.saved, gathered=-unit.kept)
+        backward = of(gradients=unit.gradients_after, buffers=unit.reduced_after, activations=segment.kept)
         reductions = (
             freed + of(activations=unit.unsharded_gradients, buffers=unit.reduce_input + unit.reduce_copy),
             freed
@@ -232,7 +244,7 @@ def step_moments(
         if call is None:
             yield "backward", number, level + of(activations=terms.backward_peak) + ahead + tail
             come = sum(nbytes for i, nbytes in arriving[index].items() if units[i].unsharded_gradients)
-            level = level + of(activations=-terms.saved, gradients=come)
+            level = level + of(activations=terms.kept - terms.saved, gradients=come)
             continue
         yield "backward: gather", number, level + call.gather + tail
         yield "backward", number, level + call.compute + ahead + tail

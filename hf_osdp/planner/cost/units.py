@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -91,6 +91,14 @@ class UnitBytes:
     at_end: bool = False
     """Whether gradients are reduced at the end of backward."""
 
+    def in_units(self, size: int) -> UnitBytes:
+        """Return the terms in units of `size` bytes, rounded so that no moment has more than before."""
+        less = {name: value // size for name, value in zip(_TERMS, _terms(self), strict=True)}
+        less["joined"] = -(-self.joined // size)  # alone lowers moments
+        if 0 < self.kept < size:  # they seem to be freed, and then would be gathered once more
+            less |= {"gather_buffer": 0, "cast_buffer": 0}
+        return UnitBytes(**less, managed=self.managed, at_end=self.at_end)
+
     @property
     def held(self) -> int:
         """Bytes at every moment of forward and backward."""
@@ -112,6 +120,10 @@ class UnitBytes:
         kept.
         """
         return 0 if self.kept else self.gather_buffer
+
+
+_TERMS = tuple(field.name for field in fields(UnitBytes) if field.name not in ("managed", "at_end"))
+_terms = attrgetter(*_TERMS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,7 @@ solver.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
@@ -18,8 +17,7 @@ from ..decision import Batch, Space, UnitLayout
 from ..placement import Activations
 from ..problem import PlanningProblem, Strategy
 from .options import Option, Timeline
-from .program import Program
-from .solver import BranchAndBound, Solution, any_within, simplest
+from .solver import BranchAndBound, Layouts, Solution, any_within, least_limit, simplest
 from .strategies import batches, search_spaces
 from .timeline import BatchCosts, build_timeline
 
@@ -29,8 +27,6 @@ ADVICE_WORK = 0.5
 """Most work to answer whether any plan fits, where the answer is advice, in CP-SAT's deterministic seconds; nearly
 all take hundredths.
 """
-ROUNDED = 1e-6
-"""Relative rounding error of a bound of the linear solver."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,7 +75,7 @@ class Candidate:
             description, [terms[i] for i in range(len(terms))], segments, self.problem.job, self.batch
         )
 
-    def needed_bytes(self, layouts: Mapping[int, UnitLayout]) -> tuple[int, int]:
+    def needed_bytes(self, layouts: Layouts) -> tuple[int, int]:
         """Return a plan's peak without the memory that every plan takes outside tensors, and its bytes on the host."""
         ordered, hardware = [layouts[index] for index in range(len(layouts))], self.problem.hardware
         peak, host = bytes_needed(self.problem.description, ordered, hardware, self.problem.job, self.batch)
@@ -94,9 +90,7 @@ class Candidate:
             else None
         )
 
-    def simpler(
-        self, layouts: Mapping[int, UnitLayout], limit_bytes: int, price_s: float
-    ) -> tuple[Mapping[int, UnitLayout], int]:
+    def simpler(self, layouts: Layouts, limit_bytes: int, price_s: float) -> tuple[Layouts, int]:
         """Return a plan of no other layouts than these with the least sum of seconds and prices of parts
         (`solver.simplest`), and how many parts fewer it has.
         """
@@ -105,7 +99,7 @@ class Candidate:
             own.setdefault(structure, {})[layouts[unit]] = None
         space = tuple(tuple(own[structure]) for structure in self.costs.structures)
         timeline = build_timeline(self.costs, space, every_layout=True)
-        simple = simplest(timeline, self.problem.job, limit_bytes, layouts, price_s)
+        simple = simplest(timeline, self.problem.job, limit_bytes, self.needed_bytes, layouts, price_s)
         return simple, timeline.count_parts(layouts) - timeline.count_parts(simple)
 
     def frugal(self) -> dict[int, UnitLayout]:
@@ -121,30 +115,26 @@ class Candidate:
 
     def solver(self, limit_bytes: int) -> BranchAndBound:
         """Return the search for the fastest plan within a limit."""
-        return BranchAndBound(
-            self.timeline, self.problem.job, limit_bytes, lambda layouts: self._fit(layouts, limit_bytes)
-        )
+        return BranchAndBound(self.timeline, self.problem.job, limit_bytes, self.needed_bytes)
 
-    def any_within(self, limit_bytes: int) -> dict[int, UnitLayout] | None:
+    def any_within(self, limit_bytes: int) -> Layouts | None:
         """Return a plan that fits, or None if the solver finds none within `ADVICE_WORK`."""
-        return any_within(self.timeline, self.problem.job, limit_bytes, ADVICE_WORK)
+        return any_within(self.timeline, self.problem.job, limit_bytes, self.needed_bytes, ADVICE_WORK)
 
-    def least(self) -> tuple[dict[int, UnitLayout], int]:
+    def least(self) -> tuple[Layouts, int]:
         """Return the plan with the lowest peak, and this peak as `needed_bytes` gives it.
 
         Search for any plan below the lowest peak so far: in turns just below it, where usually there is none, and by
         bisection.
         """
-        job, best = self.problem.job, self.frugal()
+        job = self.problem.job
+        best: Layouts = self.frugal()
         if self.needed_bytes(best)[1] > self.timeline.host_limit_bytes:
-            possible = any_within(self.timeline, job, UNLIMITED)
+            possible = any_within(self.timeline, job, UNLIMITED, self.needed_bytes)
             assert possible is not None, "a candidate's least states fit the host"
             best = possible
-        program = Program(self.timeline, job, None, linear=True)
-        program.minimize_limit()
-        relaxed = program.relax()
-        bound = 0 if relaxed is None else math.floor(relaxed.bound * (1 - ROUNDED))
-        highest, impossible, just_below = self.needed_bytes(best)[0], max(self.floor_bytes, bound) - 1, True
+        highest, just_below = self.needed_bytes(best)[0], True
+        impossible = max(self.floor_bytes, least_limit(self.timeline, job, highest)) - 1
         while highest - impossible > 1:
             limit = highest - 1 if just_below else (highest + impossible) // 2
             layouts = self.any_within(limit)
@@ -155,7 +145,7 @@ class Candidate:
             just_below = not just_below
         return best, highest
 
-    def _fit(self, layouts: Mapping[int, UnitLayout], limit_bytes: int) -> bool:
+    def _fit(self, layouts: Layouts, limit_bytes: int) -> bool:
         peak, host = self.needed_bytes(layouts)
         return peak <= limit_bytes and host <= self.timeline.host_limit_bytes
 

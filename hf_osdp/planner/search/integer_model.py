@@ -1,5 +1,13 @@
-"""Variables and solvers of the integer program: CP-SAT for the whole program, GLOP and SCIP for its linear
-relaxation.
+"""Variables of the integer program and its two solvers: CP-SAT for the whole program, GLOP for its linear relaxation.
+
+Claims rest on whole numbers. CP-SAT computes in them, and trusts its presolving and cuts only where numbers are small
+(`_SMALL`). GLOP computes in floating point, and nothing that it says is believed: its dual values, as whole numbers,
+are multipliers of rows, and for any multipliers
+
+    bound = Σ_r y_r · (lower bound of row r if y_r > 0, else upper) + Σ_j min over x_j of d_j x_j,   d = c - Aᵀ y
+
+is a lower bound on the objective (Neumaier and Shcherbina 2004). It is computed in Python's whole numbers. That a
+program is infeasible is believed if this bound is positive for the least loosening of rows that makes it feasible.
 """
 
 from __future__ import annotations
@@ -7,13 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 from ..decision import UnitLayout
 from .options import Option, Timeline, UnitGroup
 
 if TYPE_CHECKING:
-    from ortools.linear_solver import linear_solver_pb2
     from ortools.sat.python import cp_model, cp_model_helper
 
     Bytes: TypeAlias = cp_model.LinearExpr | int
@@ -24,32 +31,51 @@ MIN_GAIN = 1e-7
 """Relative difference of step time below which plans count as equal: no rate is known better, and a finer search
 takes long.
 """
+_SMALL = 2**32
+"""Limit up to which CP-SAT presolves and cuts. With larger numbers, OR-tools 9.15 then reports some feasible programs
+as infeasible."""
+_SHIFT = 64
+"""Binary digits of multipliers after the point."""
 _SLACK = 1e-7
-"""Relative loosening of each bound in relaxations, so that rounding excludes no feasible plan. SCIP's presolving needs
-more than its own tolerance of 1e-9: with 1e-8 it lost plans at exactly the limit."""
+"""Loosening of rows for GLOP: with "first unit takes it ≤ units that take it", 0 ≤ 0 for most options, the multiplier
+of this row would say what an option adds, and not its reduced cost."""
+_FAR = 2**62
+"""No row has such a bound, but for those without one."""
+_LOOSE = 2**10
+"""Most loosening of a row, relative to its largest coefficient."""
 
-_SCIP_NODES = 240_000
-"""SCIP's nodes times variables in one call: about six seconds."""
+
+class Proof(NamedTuple):
+    """What multipliers of rows prove, in units of 2^-_SHIFT."""
+
+    bound: int
+    reduced: list[int]
+    """d: the least that a unit of each variable adds to the bound."""
+
+
+class _Row(NamedTuple):
+    """low ≤ Σ coefficients · variables ≤ high."""
+
+    variables: list[int]
+    coefficients: list[int]
+    low: int
+    high: int
+
+    @property
+    def scale(self) -> int:
+        return max(map(abs, self.coefficients), default=1) or 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relaxation:
-    """The optimum of a linear model."""
+    """The optimum of the program over real numbers."""
 
-    bound: float
+    bound: int
     """Lower bound on the objective of every plan."""
     added: dict[UnitGroup, dict[Option, float]]
-    """Reduced costs: the least that a unit with this option adds to the bound; 0 in a relaxation over whole
-    numbers.
-    """
-    values: Sequence[float]
-    """Values of the variables."""
-    optimal: bool = True
-    """Whether the values reach the bound, but for the gap; if not, they are the best known."""
-
-    def value(self, variable: Count | int) -> float:
-        """Return the value of a variable, or of a number."""
-        return variable if isinstance(variable, int) else self.values[variable.index]
+    """Reduced costs: the least that a unit with this option adds to the bound."""
+    value: Callable[[Count | int], float]
+    """Value of a variable, or of a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,19 +115,24 @@ class GroupCounts:
 class IntegerModel:
     """Counts of options for each group of units, without constraints on moments; `Program` has the arguments."""
 
-    def __init__(self, timeline: Timeline, limit_bytes: int | None, *, linear: bool) -> None:
+    def __init__(self, timeline: Timeline, limit_bytes: int, *, linear: bool, lowest: bool) -> None:
         from ortools.sat.python import cp_model
 
         self._model, self._linear = cp_model.CpModel(), linear
-        self._limit: Bytes = self._model.new_int_var(0, 2**60, "") if limit_bytes is None else limit_bytes
+        self._limit: Bytes = self._model.new_int_var(0, limit_bytes, "") if lowest else limit_bytes
         self._groups = {group: self._declare(group) for group in timeline.groups}
         named = 8 * sum(len(group.options) for group in timeline.groups if len(group.units) > 1)
         most = 2**61 // max(2**8, named)  # of each variable in bytes: their sum must not overflow in CP-SAT
-        self._most_bytes = most if limit_bytes is None else min(most, max(0, limit_bytes))
+        self._most_bytes = min(most, max(0, limit_bytes))
         # between two moments a level may exceed the limit, by a gradient that is about to be added to a held one
-        self._most_level = most if limit_bytes is None else min(most, 2 * self._most_bytes)
-        self.infeasible = False
-        """Whether the last `solve` or `relax` proved that no solution exists."""
+        self._most_level = min(most, 2 * self._most_bytes)
+        self._is_small = max(limit_bytes, timeline.host_limit_bytes) <= _SMALL
+        self.infeasible = self.optimal = False
+        """Whether the last `solve` or `relax` proved that no solution exists; that there is no better one."""
+        self.bound = 0
+        """Lower bound on the objective that the last `solve` proved."""
+        self.value: Callable[[Count | int], float] = lambda number: cast(int, number)
+        """Value of a variable in the last solution, or of a number."""
         self.work = 0.0
         """CP-SAT's deterministic seconds in the last `solve`."""
 
@@ -109,69 +140,67 @@ class IntegerModel:
         """Set the limit as the objective; it must be a variable."""
         self._model.minimize(self._limit)
 
-    def solve(self, most_work: float = math.inf) -> tuple[dict[int, UnitLayout], float, bool] | None:
-        """Return each unit's layout, the objective, and whether it is proven optimal; None if no solution is found
-        within `most_work`.
+    def solve(self, most_work: float = math.inf, *, gap: float = MIN_GAIN) -> dict[int, UnitLayout] | None:
+        """Return each unit's layout, the best but for the relative gap if the work is enough (`optimal`); None if no
+        solution is found within `most_work`.
         """
         from ortools.sat.python import cp_model
 
         solver = cp_model.CpSolver()
         parameters = solver.parameters
         parameters.num_workers, parameters.random_seed = 1, 0  # equal programs give equal plans
-        # with any of these settings, OR-tools 9.15 reports some feasible programs as infeasible
-        parameters.cp_model_presolve, parameters.cut_level, parameters.use_implied_bounds = False, 0, False
-        parameters.max_deterministic_time = most_work
+        if self._is_small:
+            parameters.linearization_level = 2
+        else:
+            parameters.cp_model_presolve, parameters.cut_level, parameters.use_implied_bounds = False, 0, False
+        parameters.max_deterministic_time, parameters.relative_gap_limit = most_work, gap
         status = solver.solve(self._model)
         self.work = solver.response_proto.deterministic_time
-        self.infeasible = status == cp_model.INFEASIBLE
+        self.infeasible, self.optimal = status == cp_model.INFEASIBLE, status == cp_model.OPTIMAL
+        self.bound = round(bound) if math.isfinite(bound := solver.best_objective_bound) else 0
         if self.infeasible or status == cp_model.UNKNOWN:
             return None
         assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE), solver.status_name(status)
-        return self._assigned(solver.value), solver.objective_value, status == cp_model.OPTIMAL
+        self.value = solver.value
+        return self._assigned(solver.value)
 
-    def relax(self, *, gap: float | None = None) -> Relaxation | None:
-        """Return the minimum of a `linear` model over real numbers (GLOP), or over whole numbers with a relative `gap`
-        (SCIP, which needs a limit), in `_SCIP_NODES` at most.
-
-        None if no solution is found: none exists (`infeasible`, which only GLOP is believed), rounding errors are too
-        large, or the nodes were too few. If they ended after a solution was found, it is not optimal.
+    def relax(self) -> Relaxation | None:
+        """Return the minimum of a `linear` model over real numbers; None if none exists (`infeasible`, proven), or
+        GLOP finds none.
         """
-        from ortools.linear_solver import pywraplp
-
-        program, whole = self._model.proto, gap is not None
-        solver = pywraplp.Solver.CreateSolver("SCIP" if whole else "GLOP")
-        if whole:
-            parameters = {
-                "limits/nodes": max(1, _SCIP_NODES // len(program.variables)), "limits/gap": gap,
-                "numerics/feastol": 1e-9,
-            }  # fmt: skip
-            solver.SetSolverSpecificParametersAsString(
-                "\n".join(f"{name} = {value}" for name, value in parameters.items())
+        rows, domains = _rows(self._model.proto), [tuple(v.domain) for v in self._model.proto.variables]
+        objective = self._model.proto.objective
+        costs = [0] * len(domains)
+        for index, cost in zip(objective.vars, objective.coeffs, strict=True):
+            costs[index] = int(cost)
+        found = _minimum(rows, domains, costs)
+        if found is None:
+            loosened = [
+                row._replace(
+                    variables=[*row.variables, len(domains)],
+                    coefficients=[*row.coefficients, row.scale if row.low > -_FAR else -row.scale],
+                )
+                for row in rows
+                if row.low != row.high
+            ]
+            least = _minimum(
+                [*loosened, *(row for row in rows if row.low == row.high)],
+                [*domains, (0, _LOOSE)],
+                [*([0] * len(domains)), 1],
             )
-        linear, units, scale = _scaled(program, whole=whole)
-        problem = solver.LoadModelFromProto(linear)
-        assert not problem, problem
-        status = solver.Solve()
-        # SCIP's presolving has called feasible programs infeasible
-        self.infeasible = not whole and status == pywraplp.Solver.INFEASIBLE
-        optimal = status == pywraplp.Solver.OPTIMAL
-        if not optimal and not (whole and status == pywraplp.Solver.FEASIBLE):
+            self.infeasible = least is not None and least[0].bound > 0
             return None
-        variables = solver.variables()
+        self.infeasible = False
+        proof, values = found
         added = {
-            group: {
-                o: 0.0 if whole else variables[x.index].reduced_cost() * scale
-                for o, x in zip(group.options, own.counts, strict=True)
-            }
+            group: {o: proof.reduced[x.index] / 2**_SHIFT for o, x in zip(group.options, own.counts, strict=True)}
             for group, own in self._groups.items()
         }
-        values = [v.solution_value() * unit for v, unit in zip(variables, units, strict=True)]
-        bound = solver.Objective().BestBound() if whole else solver.Objective().Value()
-        return Relaxation(bound=bound * scale + program.objective.offset, added=added, values=values, optimal=optimal)
-
-    def layouts(self, relaxed: Relaxation) -> dict[int, UnitLayout]:
-        """Return each unit's layout in a solution over whole numbers."""
-        return self._assigned(lambda x: round(relaxed.value(x)))
+        return Relaxation(
+            bound=-(-proof.bound >> _SHIFT) + int(objective.offset),
+            added=added,
+            value=lambda variable: variable if isinstance(variable, int) else values[variable.index],
+        )
 
     def _assigned(self, number: Callable[[Count], int]) -> dict[int, UnitLayout]:
         """Return each unit's layout, given the number of units that take each option."""
@@ -265,40 +294,67 @@ class IntegerModel:
             constraint.only_enforce_if(list(literals))
 
 
-def _scaled(
-    program: cp_model_helper.CpModelProto, *, whole: bool
-) -> tuple[linear_solver_pb2.MPModelProto, list[float], float]:
-    """Return a linear CP-SAT program for a linear solver, over real numbers unless `whole`, with the unit of each
-    variable and that of the objective.
-
-    Levels are relative to their upper bound, and rows are scaled to a largest coefficient of 1, because they mix bytes
-    and counts.
-    """
-    from ortools.linear_solver import linear_solver_pb2
-
-    model = linear_solver_pb2.MPModelProto()
-    units = [float(v.domain[1] or 1) if v.domain[0] < 0 else 1.0 for v in program.variables]
-    for v, unit in zip(program.variables, units, strict=True):
-        low, high = v.domain
-        model.variable.add(lower_bound=low / unit, upper_bound=high / unit, is_integer=whole and low >= 0)
-    far = 2**62
+def _rows(program: cp_model_helper.CpModelProto) -> list[_Row]:
+    """Return the rows of a linear CP-SAT program."""
+    rows = []
     for constraint in program.constraints:
         if constraint.has_linear():
-            indices, (low, high) = list(constraint.linear.vars), constraint.linear.domain
-            coefficients = [c * units[v] for v, c in zip(indices, constraint.linear.coeffs, strict=True)]
+            linear = constraint.linear
+            rows.append(_Row(list(linear.vars), list(linear.coeffs), *linear.domain))
         else:
-            indices, low, high = list(constraint.exactly_one.literals), 1, 1
-            coefficients = [1.0] * len(indices)
+            literals = list(constraint.exactly_one.literals)
+            rows.append(_Row(literals, [1] * len(literals), 1, 1))
+    return rows
+
+
+def _minimum(
+    rows: Sequence[_Row], domains: Sequence[tuple[int, ...]], costs: Sequence[int]
+) -> tuple[Proof, list[float]] | None:
+    """Return what GLOP's dual values prove, and its values of the variables; None if it finds no optimum.
+
+    Variables that may be negative are relative to their upper bound, and rows are scaled to a largest coefficient of
+    1, because they mix bytes and counts.
+    """
+    from ortools.linear_solver import linear_solver_pb2, pywraplp
+
+    model = linear_solver_pb2.MPModelProto()
+    units = [float(high or 1) if low < 0 else 1.0 for low, high in domains]
+    most = max(map(abs, costs), default=1) or 1
+    for (low, high), unit, cost in zip(domains, units, costs, strict=True):
+        model.variable.add(lower_bound=low / unit, upper_bound=high / unit, objective_coefficient=cost * unit / most)
+    scales = []
+    for row in rows:
+        coefficients = [c * units[v] for v, c in zip(row.variables, row.coefficients, strict=True)]
         scale = max(map(abs, coefficients), default=1) or 1
-        # loosening of each bound, scaled as well
-        below, above = (0.0 if low == high else _SLACK * max(abs(bound) / scale, 1.0) for bound in (low, high))
+        scales.append(scale)
+        slack = 0.0 if row.low == row.high else _SLACK
         model.constraint.add(
-            lower_bound=-math.inf if low <= -far else low / scale - below,
-            upper_bound=math.inf if high >= far else high / scale + above,
-            var_index=indices, coefficient=[c / scale for c in coefficients],
+            lower_bound=-math.inf if row.low <= -_FAR else row.low / scale - slack,
+            upper_bound=math.inf if row.high >= _FAR else row.high / scale + slack,
+            var_index=row.variables, coefficient=[c / scale for c in coefficients],
         )  # fmt: skip
-    costs = program.objective.coeffs
-    scale = max(map(abs, costs), default=1) or 1
-    for index, cost in zip(program.objective.vars, costs, strict=True):
-        model.variable[index].objective_coefficient = cost * units[index] / scale
-    return model, units, scale
+    solver = pywraplp.Solver.CreateSolver("GLOP")
+    problem = solver.LoadModelFromProto(model)
+    assert not problem, problem
+    if solver.Solve() != pywraplp.Solver.OPTIMAL:
+        return None
+    duals = [row.dual_value() * most / scale for row, scale in zip(solver.constraints(), scales, strict=True)]
+    values = [v.solution_value() * unit for v, unit in zip(solver.variables(), units, strict=True)]
+    return _proof(rows, domains, costs, duals), values
+
+
+def _proof(
+    rows: Sequence[_Row], domains: Sequence[tuple[int, ...]], costs: Sequence[int], duals: Sequence[float]
+) -> Proof:
+    """Return the bound that these multipliers of rows prove; it holds for any, and is best for the dual optimum."""
+    bound, reduced = 0, [cost << _SHIFT for cost in costs]
+    for row, dual in zip(rows, duals, strict=True):
+        multiplier = round(math.ldexp(dual, _SHIFT))
+        side = row.low if multiplier > 0 else row.high
+        if not multiplier or abs(side) >= _FAR:
+            continue
+        bound += multiplier * side
+        for variable, coefficient in zip(row.variables, row.coefficients, strict=True):
+            reduced[variable] -= multiplier * coefficient
+    bound += sum(d * (low if d > 0 else high) for d, (low, high) in zip(reduced, domains, strict=True))
+    return Proof(bound, reduced)

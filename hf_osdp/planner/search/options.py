@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from ..cost.moments import NO_CALL, CallMoments, SegmentBytes
+from ..cost.moments import NO_CALL, CallMoments, SegmentBytes, all_kinds, call_moments
 from ..cost.units import UnitBytes
 from ..decision import Mesh, UnitLayout, groups_in
 
@@ -29,14 +29,22 @@ class Option:
     layout: UnitLayout
     bytes: UnitBytes
     seconds: float
-    call: CallMoments[int] = NO_CALL
-    """Moments of the unit's call; 0 for a unit that is gathered for the whole step."""
-    host: int = 0
-    """Bytes of states and activations on the host."""
+    segment: SegmentBytes | None = None
+    """What the unit's call saves and takes; None for a unit that is gathered for the whole step."""
     meshes: frozenset[Mesh] = frozenset()
     """Meshes that the layout needs."""
     structure: int = 0
     """Number of the unit's structure; units of one structure have the same choices."""
+
+    @functools.cached_property
+    def call(self) -> CallMoments[int]:
+        """Moments of the unit's call; 0 for a unit that is gathered for the whole step."""
+        return NO_CALL if self.segment is None else call_moments(self.bytes, self.segment, all_kinds)
+
+    @functools.cached_property
+    def host(self) -> int:
+        """Bytes of states and activations on the host."""
+        return self.bytes.host + (0 if self.segment is None else self.segment.host)
 
     @functools.cached_property
     def compute_peak(self) -> int:
@@ -197,6 +205,32 @@ class Timeline:
             parts=parts,
             whole_step=tuple(less[g] for g in self.whole_step),
             idle=tuple(less[g] for g in self.idle),
+        )
+
+    def in_units(self, size: int) -> Timeline:
+        """Return the timeline in units of `size` bytes, rounded so that no moment of a plan has more than before."""
+
+        @functools.cache
+        def option(one: Option) -> Option:
+            segment = one.segment and one.segment.in_units(size)
+            return replace(one, bytes=one.bytes.in_units(size), segment=segment)
+
+        def part(one: Part) -> Part:
+            if isinstance(one, UnitGroup):
+                return group(one)
+            gradients = {unit: nbytes // size for unit, nbytes in one.gradients.items()}
+            return replace(one, bytes=one.bytes.in_units(size), gradients=gradients)
+
+        def group(one: UnitGroup) -> UnitGroup:
+            return replace(one, options=tuple(map(option, one.options)))
+
+        return Timeline(
+            parts=tuple(map(part, self.parts)),
+            whole_step=tuple(map(group, self.whole_step)),
+            idle=tuple(map(group, self.idle)),
+            model_bytes=self.model_bytes // size,
+            host_limit_bytes=self.host_limit_bytes // size,
+            communicator_bytes=self.communicator_bytes // size,
         )
 
     def chosen(self, layouts: Mapping[int, UnitLayout]) -> list[Option]:

@@ -9,14 +9,14 @@ one unit takes a class, its peaks become plain constraints.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from .options import Option, UnitGroup
 
 if TYPE_CHECKING:
-    from .integer_model import Count, Relaxation
+    from .integer_model import Count
 
 _ALIKE = 0.02
 """Relative difference allowed between peaks of one class.
@@ -121,18 +121,20 @@ class MissedMoment(NamedTuple):
     """Bound to split at: at most this number of units take the class, or more do."""
 
 
-def missed(row: Sequence[ClassMoments], relaxed: Relaxation, limit_bytes: int) -> MissedMoment | None:
+def missed(
+    row: Sequence[ClassMoments], value: Callable[[Count | int], float], limit_bytes: int
+) -> MissedMoment | None:
     """Return the highest unconstrained moment of a row above the limit, or None."""
-    return max((one for one in _left_out(row, relaxed) if one.nbytes > (1 + _MISSED) * limit_bytes), default=None)
+    return max((one for one in _left_out(row, value) if one.nbytes > (1 + _MISSED) * limit_bytes), default=None)
 
 
-def _left_out(row: Sequence[ClassMoments], relaxed: Relaxation) -> Iterator[MissedMoment]:
+def _left_out(row: Sequence[ClassMoments], value: Callable[[Count | int], float]) -> Iterator[MissedMoment]:
     """Yield each class's unconstrained moments: first unit beside a second one, first unit, last unit beside the
     next class's gather.
     """
-    taken = [(one, counts) for one in row if sum(counts := [relaxed.value(x) for x in one.counts]) > _MISSED]
+    taken = [(one, counts) for one in row if sum(counts := [value(x) for x in one.counts]) > _MISSED]
     for (one, counts), (following, _) in zip(taken, [*taken[1:], (None, ())], strict=True):
-        before, several = relaxed.value(one.before), sum(counts) > 1 + _MISSED
+        before, several = value(one.before), sum(counts) > 1 + _MISSED
         # of a single unit, the relaxation says which option it takes
         first, last = (
             min(peaks) if several else sum(map(operator.mul, counts, peaks))
@@ -149,4 +151,4 @@ def _left_out(row: Sequence[ClassMoments], relaxed: Relaxation) -> Iterator[Miss
             ]
             undecided = undecided or next(((m.number, 0) for m in (following, *between) if m.least < 1), None)
             if undecided is not None:
-                yield MissedMoment(relaxed.value(one.after) + last + one.beside(following.ahead), *undecided)
+                yield MissedMoment(value(one.after) + last + one.beside(following.ahead), *undecided)

@@ -36,6 +36,8 @@ Runs: TypeAlias = "list[tuple[Option, Count, Count, Bytes]]"
 """Runs of a group in the order of backward, each with the bytes prefetched for the next unit that FSDP2 manages."""
 
 Key = TypeVar("Key", bound=Hashable)
+_MOST_COST = 2**36
+"""Largest cost of an option in the objective: sums over all units must not overflow in CP-SAT."""
 
 
 class Program(IntegerModel):
@@ -44,8 +46,9 @@ class Program(IntegerModel):
     Args:
         timeline: parts of a micro-step, with the options of each group.
         job: the training job; only its optimizer step matters here.
-        limit_bytes: the most that a moment may take; None makes the limit a variable.
+        limit_bytes: the most that a moment may take.
         linear: leave out constraints on runs; the model is then a relaxation.
+        lowest: make the limit a variable up to `limit_bytes`, for `minimize_limit`.
         patterns: restrictions on the counts of a group, by the indices of its units.
     """
 
@@ -53,12 +56,13 @@ class Program(IntegerModel):
         self,
         timeline: Timeline,
         job: TrainingJob,
-        limit_bytes: int | None,
+        limit_bytes: int,
         *,
         linear: bool = False,
+        lowest: bool = False,
         patterns: Mapping[tuple[int, ...], Pattern] = MappingProxyType({}),
     ) -> None:
-        super().__init__(timeline, limit_bytes, linear=linear)
+        super().__init__(timeline, limit_bytes, linear=linear, lowest=lowest)
         self._timeline, self._job, self._patterns = timeline, job, patterns
         self.rows: dict[tuple[int, ...], list[ClassMoments]] = {}
         """Moments by class of each group that has a pattern, by the indices of its units."""
@@ -88,10 +92,10 @@ class Program(IntegerModel):
             self._model.add(highest >= nbytes * literal)
 
     def minimize_seconds(self, scale: float, at_most: int | None = None, price_s: float = 0.0) -> None:
-        """Set the objective Σ scale · seconds, with an upper bound if given, and a price for each part of a plan
-        (`Option.parts`).
+        """Set the objective Σ scale · seconds, each rounded down, with an upper bound if given, and a price for each
+        part of a plan (`Option.parts`).
         """
-        cost = self._sum(self._groups.values(), lambda option: round(option.seconds * scale))
+        cost = self._sum(self._groups.values(), lambda option: min(int(option.seconds * scale), _MOST_COST))
         if price_s:
             cost = cost + round(price_s * scale) * sum(self._taken(lambda o: o.parts).values())
         self._model.minimize(cost)
@@ -216,7 +220,7 @@ class Program(IntegerModel):
             if isinstance(part, RootSegment):
                 ahead = self._prefetched(self._of_unit[part.unit], nearest, ahead)
                 self._fits(level + part.bytes.backward_peak + tail + ahead)
-                level = level - part.bytes.saved
+                level = level - part.bytes.saved + part.bytes.kept
                 level = level + sum(
                     nbytes * self._of_unit[unit].total(lambda o: int(o.bytes.unsharded_gradients > 0))
                     for unit, nbytes in part.gradients.items()

@@ -19,7 +19,7 @@ from .candidates import all_candidates
 
 _FACTORS = (2, 4, 8)
 """Factors tried for more devices and for shorter sequences."""
-_SIZES = ("saved_bytes", "own_saved_bytes", "sent_bytes", "gradient_bytes")
+_SIZES = ("saved_bytes", "own_saved_bytes", "sent_bytes", "gradient_bytes", "kept_bytes", "arrival_bytes")
 
 
 def infeasible_error(problem: PlanningProblem, least: Plan, memory: MemoryEstimate) -> InfeasibleError:

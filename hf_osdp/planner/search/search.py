@@ -13,9 +13,9 @@ from ..cost.timing import TimeEstimate, estimate_time
 from ..decision import UnitLayout
 from ..plan import Plan
 from ..problem import PlanningProblem, Strategy
-from .candidates import ROUNDED, Candidate, possible_candidates
+from .candidates import Candidate, possible_candidates
 from .remedies import infeasible_error
-from .solver import BranchAndBound, Solution
+from .solver import BranchAndBound, Layouts, Solution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ class _Search:
 
     def least(self) -> SearchResult:
         """Return the plan that needs the least memory, communicators included."""
-        best: tuple[Candidate, dict[int, UnitLayout], int] | None = None
+        best: tuple[Candidate, Layouts, int] | None = None
         for candidate in sorted(self.candidates, key=lambda candidate: candidate.floor_bytes):
             if best is None or (candidate.floor_bytes < best[2] and candidate.any_within(best[2] - 1) is not None):
                 best = candidate, *candidate.least()
@@ -147,7 +147,7 @@ class _Search:
             if solution is None:
                 if candidate not in self._solvers:
                     self._solvers[candidate] = solver = candidate.solver(self._limit)
-                    self._bounds_s[candidate] = max(solver.bound_s * (1 - ROUNDED), self._bounds_s[candidate])
+                    self._bounds_s[candidate] = max(solver.bound_s, self._bounds_s[candidate])
                     heapq.heappush(waiting, (self._bounds_s[candidate], number))  # another may now come first
                     continue
                 solution = self._solvers[candidate].run(best_s)

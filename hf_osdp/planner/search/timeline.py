@@ -11,7 +11,6 @@ from ...errors import OSDPError
 from ..cost.moments import (
     SegmentBytes,
     all_kinds,
-    call_moments,
     calls_of,
     hiding,
     merging_segments,
@@ -113,14 +112,12 @@ class BatchCosts:
     def _make_option(self, unit: int, layout: UnitLayout, recomputed: bool) -> Option:
         """Return a layout with its bytes and seconds."""
         hardware, terms = self.problem.hardware, self._memory(unit, layout)
-        whole = Option(
+        index = self._index(unit)
+        return Option(
             layout=layout, bytes=terms, seconds=self._timer(unit, layout).total_s, structure=self.structures[unit],
-            host=terms.host, meshes=groups_of(layout, hardware.world_size),
+            meshes=groups_of(layout, hardware.world_size),
+            segment=None if index is None else self.segment_bytes(index, layout.activations, recomputed),
         )  # fmt: skip
-        if (index := self._index(unit)) is None:
-            return whole
-        segment = self.segment_bytes(index, layout.activations, recomputed)
-        return replace(whole, call=call_moments(terms, segment, all_kinds), host=terms.host + segment.host)
 
 
 def build_timeline(costs: BatchCosts, space: Space, *, every_layout: bool = False) -> Timeline:

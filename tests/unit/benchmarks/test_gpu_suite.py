@@ -10,10 +10,12 @@ import torch
 
 from benchmarks import gpu_memory
 from benchmarks.gpu_suite import __main__ as suite
+from benchmarks.gpu_suite.memory import TINY
 from benchmarks.gpu_suite.page import WIDTH
 from benchmarks.gpu_suite.runner import RESULTS
 from benchmarks.gpu_suite.step import STEPS
 from benchmarks.headline import __main__ as headline
+from tests.helpers.fake_step import fake_process_group
 
 
 def results(out: Path) -> list[dict]:
@@ -25,6 +27,13 @@ def test_the_documentation_names_steps_that_exist():
     table = text[text.index("| question | answer | step |") :].split("\n\n")[0].splitlines()[2:]
     named = {step.strip("` ") for row in table for step in row.split("|")[-2].split(",")}
     assert named and named <= set(STEPS)
+
+
+def test_layouts_of_the_memory_benchmark_keep_everything_on_the_device():
+    with fake_process_group(gpu_memory.WORLD):
+        setting = gpu_memory.setting_of("tiny", TINY, "bf16", torch.device("cpu"))
+    plans = {layout: gpu_memory.plan_of(setting, layout) for layout in gpu_memory.LAYOUTS}
+    assert not [name for name, plan in plans.items() if any(unit.uses_host for unit in plan.units)]
 
 
 @pytest.mark.slow
