@@ -282,7 +282,7 @@ def phase(peak: float, flops: float = 0.0, traffic: float = 0.0, *, constant: fl
 
 
 @pytest.mark.parametrize("more", [0, 10])
-def test_search_finds_the_only_plan_where_scip_calls_the_program_infeasible(more):
+def test_search_finds_the_only_plan_that_fits(more):
     shapes = {"": ((7,), (49, 9)), "b0": ((140,), (55, 20)), "b1": ((140,), (55, 20)), "emb+head": ((20, 57),)}
     units = tuple(
         UnitDescription(

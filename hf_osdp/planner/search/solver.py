@@ -33,17 +33,18 @@ if TYPE_CHECKING:
 _RESOLUTION = 2**30
 """Whole numbers into which the seconds of each unit's fastest option are divided, all together."""
 _COARSE, _FINE = 28, 31
-"""Binary digits of the limit in the first units of a search, and in its finest."""
+"""Binary digits of the limit in the first units of a search, and in its finest. With 20, many plans fit by rounding
+alone."""
 _FEW, _MORE = 12, 4
 """Options of each group in the search for a first plan, and the factor by which they grow while none is found."""
 _FIRST_GAP = 1e-3
 """Relative gap of the search for a first plan, which only bounds the search after it."""
 _LOWERED = 3
 """Tries to find a plan that fits where only rounding lets one fit: each under a limit lower by what was missing."""
-_MOST_NODES, _MOST_WORK, _SIMPLE_WORK = 100, 6.0, 0.5
-"""Limits of one search: nodes of branch and bound; CP-SAT's work, in all and to find a simpler plan. Beyond them the
-search returns its best plan, with the gap that it proved. Work is in CP-SAT's deterministic seconds: no limit depends
-on a clock, so that equal problems always give equal plans."""
+_MOST_NODES, _MOST_WORK, _MOST_OF_ONE, _SIMPLE_WORK = 100, 6.0, 1.5, 0.5
+"""Limits of one search: nodes of branch and bound; CP-SAT's work, in all, in one call, and to find a simpler plan.
+Beyond them the search returns its best plan, with the gap that it proved. Work is in CP-SAT's deterministic seconds:
+no limit depends on a clock, so that equal problems always give equal plans."""
 Kept: TypeAlias = dict[UnitGroup, set[Option]]
 """Remaining options of each group."""
 Patterns: TypeAlias = dict[tuple[int, ...], Pattern]
@@ -296,7 +297,7 @@ class BranchAndBound:
         limit = self._limit
         for tried in range(_LOWERED if whole else 1):
             program = self._program(node.kept, node.patterns, linear=not whole, limit=limit, faster=True)
-            layouts = program.solve(max(0.01, self._work), gap=max(self._gap, MIN_GAIN))
+            layouts = program.solve(min(max(0.01, self._work), _MOST_OF_ONE), gap=max(self._gap, MIN_GAIN))
             self._work -= program.work
             needed = (0, 0) if layouts is None else self._needed(layouts)
             fits = _fit(self._in_bytes, needed, self._limit_bytes)
