@@ -1,4 +1,6 @@
-"""Under `simplicity`, the plan has the least sum of step time and prices of all plans of the fastest one's layouts."""
+"""Under `simplicity`, the plan has the least sum of step time and prices of all plans of the fastest one's layouts
+at its batch.
+"""
 
 from dataclasses import replace
 
@@ -31,13 +33,15 @@ def check(description, hardware, job, dice) -> bool:
         asked = problem(description, hardware, job, hardware.limit_for(limit))
         fastest = search(asked)
         own = set(zip(structures, (unit.layout for unit in fastest.plan.units), strict=True))
+        its_batch = replace(job, micro_batch_size=fastest.plan.micro_batch_size)
+        at_its_batch = list(every_layouts(description, hardware, its_batch))
         for simplicity in (0.001, 0.1):
             price_s = simplicity * fastest.time.step_s
             result = search(replace(asked, simplicity=simplicity))
             layouts = [unit.layout for unit in result.plan.units]
             best = min(
                 step_s + price_s * parts(description, one, hardware.world_size)
-                for one, peak, step_s in plans
+                for one, peak, step_s in at_its_batch
                 if peak <= limit and own.issuperset(zip(structures, one, strict=True))
             )
             found = result.time.step_s + price_s * parts(description, layouts, hardware.world_size)
