@@ -39,7 +39,7 @@ def search(problem: PlanningProblem) -> SearchResult:
 
     The global batch is fixed; the plan with the most samples per second is therefore the one with the shortest step.
     With `simplicity`, parts (`Option.parts`) have a price: this share of the shortest step for each. Of the plans with
-    the batch and no other layouts than those of the fastest, return the one with the least sum of step time and prices.
+    the fastest one's batch and no other layouts, return the one with the least sum of step time and prices.
 
     Raises:
         InfeasibleError: no plan fits; it gives the tightest possible limit and remedies.

@@ -191,7 +191,7 @@ class BranchAndBound:
         solution = finer.run(best_s)
         if solution is None or solution.layouts or self._found is None:
             return solution or self._found
-        return replace(self._found, bound=solution.bound)
+        return replace(self._found, bound=max(solution.bound, self._left / self._scale))
 
     def _explore(self, bound: float, kept: Kept, gap: float) -> None:
         """Search these options until no remaining node can be faster by more than the relative gap."""
@@ -308,7 +308,7 @@ class BranchAndBound:
                 return
             if not tried and not (program.infeasible or (program.optimal and fits and not self._gap)):
                 self._leave(node.bound)
-            if layouts is None or fits:
+            if layouts is None or fits or not whole:
                 break
             self._is_rounded = True
             limit -= max(1, -(-(needed[0] - self._limit_bytes) // self._size))
