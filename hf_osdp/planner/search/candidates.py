@@ -17,7 +17,7 @@ from ..decision import Batch, Space, UnitLayout
 from ..placement import Activations
 from ..problem import PlanningProblem, Strategy
 from .options import Option, Timeline
-from .solver import BranchAndBound, Layouts, Solution, any_within, least_limit, simplest
+from .solver import BranchAndBound, Layouts, Solution, any_within, fit, least_limit, simplest
 from .strategies import batches, search_spaces
 from .timeline import BatchCosts, build_timeline
 
@@ -146,8 +146,7 @@ class Candidate:
         return best, highest
 
     def _fit(self, layouts: Layouts, limit_bytes: int) -> bool:
-        peak, host = self.needed_bytes(layouts)
-        return peak <= limit_bytes and host <= self.timeline.host_limit_bytes
+        return fit(self.timeline, self.needed_bytes(layouts), limit_bytes)
 
     def _each(self, key: Callable[[Option], tuple[float, ...]]) -> dict[int, UnitLayout]:
         """Return for each unit the layout whose option has the least key."""

@@ -78,7 +78,7 @@ def any_within(
     )
     for size in (*_sizes(limit_bytes), 1):
         found = Program(frugal.in_units(size), job, limit_bytes // size).solve(most_work)
-        if found is None or _fit(timeline, needed(found), limit_bytes):
+        if found is None or fit(timeline, needed(found), limit_bytes):
             return found
     raise AssertionError("the program's moments in bytes are those of the walk")
 
@@ -104,12 +104,12 @@ def simplest(
         program = Program(timeline.in_units(size), job, limit_bytes // size)
         program.minimize_seconds(scale, int((seconds + price_s * parts) * scale * (1 + MIN_GAIN)), price_s)
         solved = program.solve(_SIMPLE_WORK)
-        if solved is not None and _fit(timeline, needed(solved), limit_bytes):
+        if solved is not None and fit(timeline, needed(solved), limit_bytes):
             return solved
     return layouts
 
 
-def _fit(timeline: Timeline, needed: tuple[int, int], limit_bytes: int) -> bool:
+def fit(timeline: Timeline, needed: tuple[int, int], limit_bytes: int) -> bool:
     """Return whether these bytes fit the device and the host."""
     return needed[0] <= limit_bytes and needed[1] <= timeline.host_limit_bytes
 
@@ -300,7 +300,7 @@ class BranchAndBound:
             layouts = program.solve(min(max(0.01, self._work), _MOST_OF_ONE), gap=max(self._gap, MIN_GAIN))
             self._work -= program.work
             needed = (0, 0) if layouts is None else self._needed(layouts)
-            fits = _fit(self._in_bytes, needed, self._limit_bytes)
+            fits = fit(self._in_bytes, needed, self._limit_bytes)
             node = node if tried else node._replace(bound=max(node.bound, program.bound))
             if not whole and layouts is not None and not fits and not self._is_slow(node.bound):
                 if not self._branched(node, program, program.value):
