@@ -55,7 +55,7 @@ def question(seed: int):
 
 
 def steps(timeline) -> float:
-    return 2**40 / sum(len(g.units) * max(o.seconds for o in g.options) for g in timeline.groups)
+    return 2**32 / sum(len(g.units) * max(o.seconds for o in g.options) for g in timeline.groups)
 
 
 def rows(timeline):
