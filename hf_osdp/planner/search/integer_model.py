@@ -334,6 +334,8 @@ def _minimum(
             var_index=row.variables, coefficient=[c / scale for c in coefficients],
         )  # fmt: skip
     solver = pywraplp.Solver.CreateSolver("GLOP")
+    # an optimum that is imprecise by GLOP's own measure proves as much
+    assert solver.SetSolverSpecificParametersAsString("change_status_to_imprecise: false")
     problem = solver.LoadModelFromProto(model)
     assert not problem, problem
     if solver.Solve() != pywraplp.Solver.OPTIMAL:

@@ -166,12 +166,14 @@ class BranchAndBound:
                 self._solve(_Node(0.0, next(self._numbers), every, {}), whole=True)
         else:
             few = _FEW
-            while self._best == math.inf and few < max(map(len, every.values())):
+            while few < max(map(len, every.values())):
                 first = {
                     self._groups[group.units]: set(sorted(group.options, key=added.__getitem__)[:few])
                     for group, added in relaxed.added.items()
                 }
                 self._explore(relaxed.bound, first, _FIRST_GAP)
+                if self._best < math.inf:
+                    break
                 few *= _MORE
             self._left = math.inf  # this search includes what the first one left out
             self._explore(relaxed.bound, self._worthwhile(relaxed), 0.0)
