@@ -1,6 +1,5 @@
-"""The branch and bound finds what CP-SAT proves of the whole program, and leaves out nothing that is better."""
+"""The search finds what CP-SAT proves of the program with every run, and leaves out nothing that is better."""
 
-import itertools
 import random
 from dataclasses import replace
 from functools import cache
@@ -16,12 +15,12 @@ from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search import solver
 from hf_osdp.planner.search.candidates import Candidate
 from hf_osdp.planner.search.integer_model import IntegerModel
-from hf_osdp.planner.search.pattern import Pattern
+from hf_osdp.planner.search.options import undominated
 from hf_osdp.planner.search.program import Program
 from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planner.search.strategies import batches, search_spaces
 from hf_osdp.planner.search.timeline import BatchCosts, build_timeline
-from hf_osdp.planner.training_job import TrainingJob
+from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from tests.helpers.descriptions import at_random, transformer, ways
 from tests.helpers.problems import problem
 from tests.helpers.sampling import slow_but
@@ -50,16 +49,15 @@ def question(seed: int):
     *_, space = search_spaces(problem(description, hardware, job), batch)
     asked = problem(description, hardware, job)
     candidate = Candidate(problem=asked, batch=batch, costs=BatchCosts(asked, batch), space=space)
-    limits = (int(1.1**n * least_memory(asked)) for n in itertools.count(1))
-    return candidate, int(1.1 * next(limit for limit in limits if candidate.any_within(limit) is not None))
+    return candidate, int(1.2 * candidate.least()[1])
 
 
 def steps(timeline) -> float:
     return 2**32 / sum(len(g.units) * max(o.seconds for o in g.options) for g in timeline.groups)
 
 
-def rows(timeline):
-    return {group.units: group for group in timeline.groups if len(group.units) > 1}
+def every_run(timeline):
+    return frozenset((g.units, o.layout) for g in timeline.groups if len(g.units) > 1 for o in g.options)
 
 
 def gives_up(*_, **options):
@@ -68,7 +66,7 @@ def gives_up(*_, **options):
 
 BREAKS = {
     "few options": lambda patch: patch.setattr(solver, "_FEW", 1),
-    "nothing missed": lambda patch: patch.setattr(solver, "missed", gives_up),  # CP-SAT finds what is not kept
+    "no options alike": lambda patch: patch.setattr(solver, "_ALIKE", 0.0),
     "no relaxation": lambda patch: patch.setattr(IntegerModel, "relax", gives_up),
     "nothing": lambda patch: None,
 }
@@ -79,9 +77,10 @@ BREAKS = {
 def test_fastest_is_the_optimum_of_the_whole_program(monkeypatch, seed, broken):
     candidate, limit = question(seed)
     scale = steps(candidate.timeline)
-    whole = Program(candidate.timeline, candidate.problem.job, limit)
+    whole = Program(candidate.timeline, candidate.problem.job, limit, runs=every_run(candidate.timeline))
     whole.minimize_seconds(scale)
-    assert whole.solve() and whole.optimal
+    layouts = whole.solve()
+    assert layouts and whole.optimal and candidate.needed(layouts).device <= limit
     best = whole.bound
     BREAKS[broken](monkeypatch)
     found = candidate.solver(limit).run()
@@ -89,25 +88,23 @@ def test_fastest_is_the_optimum_of_the_whole_program(monkeypatch, seed, broken):
     assert candidate.solver(limit).run(found.objective * (1 - 1e-6)) is None
 
 
-@pytest.mark.parametrize("seed", slow_but(range(8), daily=(0, 5)))
-def test_pattern_of_a_plan_refuses_no_plan_with_it(seed):
-    """With a plan's counts of classes required, exactly and as bounds, the relaxation is no dearer than the plan."""
+@pytest.mark.parametrize("forms", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_branching_on_meshes_loses_no_plan(monkeypatch, seed, forms):
+    """Each branch is a part of all plans: with a mesh that is formed in any case, or without it."""
     candidate, limit = question(seed)
-    timeline, job, found = candidate.timeline, candidate.problem.job, candidate.solver(limit).run()
-    for exactly, cap in itertools.product((True, False), (1, 2)):
-        patterns = {}
-        for units, group in rows(timeline).items():
-            pattern = Pattern.undecided(group)
-            taken = [pattern.classes[o] for unit in units for o in group.options if o.layout == found.layouts[unit]]
-            counts = {n: taken.count(n) for n in set(pattern.classes.values())}
-            bounds = {n: (count, count) if exactly else (min(cap, count), len(units)) for n, count in counts.items()}
-            patterns[units] = replace(pattern, counts=bounds)
-        for linear in (True, False):
-            program = Program(timeline, job, limit, linear=linear, patterns=patterns)
-            program.minimize_seconds(steps(timeline))
-            assert program.relax() if linear else program.solve()
-            cost = program.relax().bound if linear else program.bound
-            assert cost <= found.objective * steps(timeline) * (1 + 1e-6)
+    if not (meshes := {mesh for g in candidate.timeline.groups for o in g.options for mesh in o.meshes}):
+        pytest.skip("no plan has a mesh")
+    timeline = replace(candidate.timeline, communicator_bytes=max(1, limit // 50))
+    best = []
+    for mesh in (None, *sorted(meshes)):
+        kept = {g: {o for o in g.options if forms or mesh not in o.meshes} for g in timeline.groups}
+        forming = frozenset({mesh} - {None}) if forms else frozenset()
+        part = timeline if mesh is None else timeline.keeping(kept)
+        program = Program(part, candidate.problem.job, limit, runs=every_run(part), forming=forming)
+        program.minimize_seconds(steps(timeline))
+        best.append(program.bound if program.solve() else float("inf"))
+    assert min(best) == best[0] < float("inf")
 
 
 @pytest.mark.parametrize("times_the_least", [1.3, 2.0])
@@ -125,7 +122,7 @@ def test_no_plan_costs_less_than_bound_and_its_options(times_the_least):
         if (found := candidate.solver(limit).run()) is None:
             continue  # nothing fits at this batch
         timeline = candidate.timeline
-        program = Program(timeline, job, limit, linear=True)
+        program = Program(timeline, job, limit)
         program.minimize_seconds(steps(timeline))
         relaxed = program.relax()
         units = [(g, unit) for g in timeline.groups for unit in g.units]
@@ -157,7 +154,7 @@ def test_relaxation_knows_the_largest_gradient_that_comes_to_the_host(layers):
     assert moment > 0
 
     def relaxed(host_bytes: int):
-        program = Program(replace(kept, host_limit_bytes=host_bytes), job, 2**50, linear=True)
+        program = Program(replace(kept, host_limit_bytes=host_bytes), job, 2**50)
         program.minimize_seconds(1.0)
         return program.relax()
 
@@ -175,3 +172,33 @@ def test_host_too_small_or_unknown_is_refused_where_asked_for():
         assert not any(unit.on_host for unit in plan.units), "what fits the device needs none"
     with pytest.raises(HardwareError, match=r"host_offload=True, but the host of .* is not known"):
         search(problem(description, replace(hardware, host=None), replace(job, host_offload=True), 10**12))
+
+
+@pytest.mark.parametrize("seed", slow_but(range(60), daily=range(8)))
+def test_option_that_is_left_out_lowers_no_moment(seed):
+    """In any plan, the option that dominates another takes its place without a higher peak, on the device or the
+    host.
+    """
+    dice = random.Random(seed)
+    hardware = replace(small_hardware(dice), host=small_host(dice))
+    job = TrainingJob(
+        global_batch_size=2 * hardware.world_size, micro_batch_size=dice.choice([1, 2]),
+        precision=Precision.named(dice.choice(["no", "bf16"])),
+        optimizer=OptimizerSpec(states=2, step=dice.choice(list(OptimizerStep))),
+    )  # fmt: skip
+    description = at_random(seed, kinds=2, blocks=4, recomputable=True, tied=dice.random() < 0.3)
+    asked = problem(description, hardware, job)
+    (batch,) = batches(job, hardware.world_size)
+    *_, space = search_spaces(asked, batch)
+    candidate = Candidate(problem=asked, batch=batch, costs=BatchCosts(asked, batch), space=space)
+    groups = build_timeline(candidate.costs, space, every_layout=True).groups
+    lowered = 0
+    for _ in range(200):
+        plan = {unit: dice.choice(group.options).layout for group in groups for unit in group.units}
+        group = dice.choice(groups)
+        option, other, unit = *dice.choices(group.options, k=2), dice.choice(group.units)
+        if undominated([option, other], by_memory=True) == [other]:
+            with_option, with_other = (candidate.needed({**plan, unit: one.layout}) for one in (option, other))
+            assert with_other.device <= with_option.device and with_other.host <= with_option.host
+            lowered += 1
+    assert lowered or all(len(group.options) < 10 for group in groups)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import starmap
+from typing import NamedTuple
 
 from ..decision import Batch, UnitLayout, communicators_of
 from ..description import ModelDescription
@@ -68,6 +69,20 @@ class MemoryEstimate:
         return {"reserved by the device": hardware.device.reserved_bytes, communicators: taken}
 
 
+class Needed(NamedTuple):
+    """What a plan needs, in bytes."""
+
+    device: int
+    """Its peak, with memory outside tensors."""
+    host: int
+    moments: Mapping[int | None, int]
+    """The highest moment of each unit, and for None of the optimizer's step."""
+
+    def less(self, nbytes: int) -> Needed:
+        """Return the same without so many bytes on the device."""
+        return Needed(self.device - nbytes, self.host, {unit: one - nbytes for unit, one in self.moments.items()})
+
+
 def estimate_memory(
     description: ModelDescription, layouts: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
 ) -> MemoryEstimate:
@@ -89,11 +104,14 @@ def estimate_memory(
 
 def bytes_needed(
     description: ModelDescription, layouts: Sequence[UnitLayout], hardware: Hardware, job: TrainingJob, batch: Batch
-) -> tuple[int, int]:
-    """Return a plan's peak on a device and its bytes on the host, as `estimate_memory` has them, in less time."""
+) -> Needed:
+    """Return what a plan needs, as `estimate_memory` has it, in less time."""
     units, segments = _terms(description, layouts, hardware.world_size, job, batch)
-    peak = peak_of_terms(description, units, segments, job, batch)
-    return peak + hardware.outside_bytes(communicators_of(layouts, hardware.world_size)), _host_bytes(units, segments)
+    outside = hardware.outside_bytes(communicators_of(layouts, hardware.world_size))
+    highest: dict[int | None, int] = {}
+    for _, unit, level in step_moments(description, units, segments, job, batch, all_kinds):
+        highest[unit] = max(highest.get(unit, 0), level + outside)
+    return Needed(max(highest.values()), _host_bytes(units, segments), highest)
 
 
 def _terms(

@@ -1,16 +1,18 @@
 """The moments of a step at which memory may peak: one walk for the estimate, by kind of bytes, and for the search.
 
-docs/planner.md has the equations. A call's own moments are in `call_moments`, what it adds to its neighbours' in
-`step_moments` and, with the layouts unknown, in `search/program.py`.
+docs/planner.md has the equations. What a call takes is in `call_moments`, what is beside it in `forward_moments` and
+`backward_moments`, from which `step_moments` walks through the layouts of a plan and `search/program.py` through
+unknown ones.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ..decision import Batch
 from ..description import GatherSpan, ModelDescription, Segment
@@ -55,6 +57,14 @@ _KINDS = tuple(field.name for field in fields(MemoryBreakdown))
 _kinds = operator.attrgetter(*_KINDS)
 Bytes = TypeVar("Bytes", int, MemoryBreakdown)
 """Bytes in all, for the search, or by kind."""
+
+
+class _Summand(Protocol):
+    def __add__(self, other: Any, /) -> Any: ...  # noqa: ANN401 - each kind of bytes with itself
+
+
+Summand = TypeVar("Summand", bound=_Summand)
+"""Bytes in all, by kind, or of an unknown layout."""
 
 
 def all_kinds(**kinds: int) -> int:
@@ -116,31 +126,32 @@ class SegmentBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallMoments(Generic[Bytes]):
+class CallMoments(Generic[Summand]):
     """Moments of one call of a unit that is freed after use, relative to the level before its forward or its backward.
 
     Buffers of its neighbours are not in them: what the unit before gathers or reduces, and the prefetched gather.
     A unit that FSDP2 manages frees the former when it is gathered and reduced; replicas leave them.
     """
 
-    copy_out: Bytes
+    copy_out: Summand
     """While parameters are copied out of the gather's buffer in forward."""
-    forward: Bytes
+    forward: Summand
     """In forward, without the gather's buffer."""
-    left_by_forward: Bytes
+    left_by_forward: Summand
     """f: saved activations and kept parameters."""
-    gather: Bytes
+    gather: Summand
     """While parameters are gathered in backward."""
-    compute: Bytes
-    """In backward until gradients are reduced."""
-    reductions: tuple[Bytes, ...]
-    """While gradients are reduced: before they are freed, and with the result; none if that is at the end."""
-    left_by_backward: Bytes
+    computing: tuple[Summand, ...]
+    """In backward beside the reduce buffer of another unit: until gradients are reduced; of a replica also then,
+    before they are freed and with the result."""
+    reducing: tuple[Summand, ...]
+    """While FSDP2 reduces gradients: before they are freed, and with the result; none if that is at the end."""
+    left_by_backward: Summand
     """r: gradients, and what modules keep."""
 
 
 NO_CALL: CallMoments[int] = CallMoments(
-    copy_out=0, forward=0, left_by_forward=0, gather=0, compute=0, reductions=(), left_by_backward=0
+    copy_out=0, forward=0, left_by_forward=0, gather=0, computing=(0,), reducing=(0,), left_by_backward=0
 )
 
 
@@ -161,15 +172,41 @@ def call_moments(unit: UnitBytes, segment: SegmentBytes, of: Callable[..., Bytes
             freed
             + of(gradients=unit.gradients_after, buffers=unit.reduced_after + unit.reduce_input + unit.reduce_work),
         )
+    compute = of(activations=segment.backward_peak, gathered=own)
     return CallMoments(
         copy_out=of(gathered=unit.gather_buffer + unit.gathered + unit.copy_out),
         forward=of(activations=segment.forward_peak, gathered=unit.gathered),
         left_by_forward=forward,
         gather=of(gathered=own + unit.prefetched, buffers=cast),
-        compute=of(activations=segment.backward_peak, gathered=own),
-        reductions=reductions,
+        computing=tuple(itertools.chain([compute], () if unit.managed else reductions)),
+        reducing=reductions if unit.managed else (),
         left_by_backward=backward,
     )
+
+
+def highest_moments(unit: UnitBytes, segment: SegmentBytes | None) -> CallMoments[int]:
+    """Return the moments of a call with only the highest of each kind; all 0 for a unit without a segment."""
+    call = NO_CALL if segment is None else call_moments(unit, segment, all_kinds)
+    return replace(call, computing=(max(call.computing),), reducing=(max(call.reducing, default=0),))
+
+
+def forward_moments(call: CallMoments[Summand], before: Summand, buffer: Summand) -> Iterator[tuple[str, Summand]]:
+    """Yield phase and bytes of a call's forward above the level before it, beside the gather buffer of the unit before
+    and, in the end, the one that is left (`buffer`).
+    """
+    yield "forward: gather", before + call.copy_out
+    yield "forward", buffer + call.forward
+
+
+def backward_moments(call: CallMoments[Summand], tail: Summand, ahead: Summand) -> Iterator[tuple[str, Summand]]:
+    """Yield phase and bytes of a call's backward above the level before it, beside a reduce buffer in flight (`tail`)
+    and a prefetched gather (`ahead`).
+    """
+    yield "backward: gather", tail + call.gather
+    for number, moment in enumerate(call.computing):
+        yield "backward: reduce" if number else "backward", tail + ahead + moment
+    for moment in call.reducing:
+        yield "backward: reduce", ahead + moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +233,33 @@ def end_moments(unit: UnitBytes, of: Callable[..., Bytes]) -> EndMoments[Bytes]:
         reduced=left + of(buffers=unit.reduce_input + unit.reduce_work),
         left=left,
     )
+
+
+def contributions(unit: UnitBytes, segment: SegmentBytes | None) -> tuple[int, ...]:
+    """Return the bytes that a unit adds to each moment of a step, its own and those of other units; a unit that takes
+    no more at each of them never makes a plan's peak higher, but for a replica in place of a unit that FSDP2 manages:
+    it leaves other units' buffers in place. `segment` is None for a unit that is gathered for the whole step or never
+    runs.
+    """
+    held, call = unit.held, highest_moments(unit, segment)
+    if segment is None:
+        gathered = held + unit.gathered
+        after = gathered + unit.unsharded_gradients
+        found = [held, gathered + unit.copy_out, gathered + unit.gather_buffer, after, unit.unsharded_gradients > 0]
+        ended = [held, after]
+    else:
+        left, after = held + call.left_by_forward, held + call.left_by_backward
+        forward = (held + nbytes for _, nbytes in forward_moments(call, 0, unit.gather_buffer))
+        backward = (left + nbytes for _, nbytes in backward_moments(call, 0, 0))
+        buffers = (left + unit.gather_buffer, left + unit.prefetched, after + (0 if unit.at_end else unit.reduce_tail))
+        found = [held, *forward, left, *backward, after, *buffers]
+        ended = [after + (0 if unit.at_end else unit.gradients_settled)]
+    end = end_moments(unit, all_kinds)
+    for level in ended:
+        stepping = level + end.left - unit.reduced_after - unit.copies
+        found += [level, level + end.filled, level + end.reduced, level + end.left]
+        found += [stepping, stepping + unit.step_scratch, stepping + unit.states_passing]
+    return (not unit.managed, *found)
 
 
 def step_moments(
@@ -234,8 +298,8 @@ def step_moments(
             yield "forward", segment.unit, level + of(activations=terms.forward_peak, gathered=buffer)
             level = level + of(activations=terms.saved)
             continue
-        yield "forward: gather", segment.unit, level + call.copy_out + of(gathered=before)
-        yield "forward", segment.unit, level + call.forward + of(gathered=buffer)
+        for phase, nbytes in forward_moments(call, of(gathered=before), of(gathered=buffer)):
+            yield phase, segment.unit, level + nbytes
         level = level + call.left_by_forward
 
     arriving, reduced = gradients_arriving(description, job), 0
@@ -246,11 +310,9 @@ def step_moments(
             come = sum(nbytes for i, nbytes in arriving[index].items() if units[i].unsharded_gradients)
             level = level + of(activations=terms.kept - terms.saved, gradients=come)
             continue
-        yield "backward: gather", number, level + call.gather + tail
-        yield "backward", number, level + call.compute + ahead + tail
-        for moment in call.reductions:
-            yield "backward: reduce", number, level + moment + ahead + (of() if units[number].managed else tail)
-        reduced += units[number].reduced_after if call.reductions else 0
+        for phase, nbytes in backward_moments(call, tail, ahead):
+            yield phase, number, level + nbytes
+        reduced += 0 if units[number].at_end else units[number].reduced_after
         level = level - call.left_by_forward + call.left_by_backward
 
     at_end = [i for i, unit in enumerate(units) if unit.at_end]

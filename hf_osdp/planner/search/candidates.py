@@ -10,23 +10,21 @@ from functools import cached_property, lru_cache
 
 from ...errors import HardwareError, OSDPError
 from ...quantities import format_bytes
-from ..cost.memory import bytes_needed, peak_of_terms
+from ..cost.memory import Needed, bytes_needed, peak_of_terms
 from ..cost.moments import SegmentBytes
 from ..cost.units import UnitBytes
 from ..decision import Batch, Space, UnitLayout
 from ..placement import Activations
 from ..problem import PlanningProblem, Strategy
 from .options import Option, Timeline
-from .solver import BranchAndBound, Layouts, Solution, any_within, fit, least_limit, simplest
+from .solver import FastestSearch, Layouts, Solution, fit, least, simplest
 from .strategies import batches, search_spaces
 from .timeline import BatchCosts, build_timeline
 
 UNLIMITED = 2**60
 """More bytes than any device has."""
-ADVICE_WORK = 0.5
-"""Most work to answer whether any plan fits, where the answer is advice, in CP-SAT's deterministic seconds; nearly
-all take hundredths.
-"""
+LEAST_WORK = 0.5
+"""Most work to find the lowest peak, in CP-SAT's deterministic seconds; nearly all take hundredths."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,11 +73,11 @@ class Candidate:
             description, [terms[i] for i in range(len(terms))], segments, self.problem.job, self.batch
         )
 
-    def needed_bytes(self, layouts: Layouts) -> tuple[int, int]:
-        """Return a plan's peak without the memory that every plan takes outside tensors, and its bytes on the host."""
+    def needed(self, layouts: Layouts) -> Needed:
+        """Return what a plan needs, without the memory that every plan takes outside tensors."""
         ordered, hardware = [layouts[index] for index in range(len(layouts))], self.problem.hardware
-        peak, host = bytes_needed(self.problem.description, ordered, hardware, self.problem.job, self.batch)
-        return peak - hardware.unavoidable_bytes, host
+        needed = bytes_needed(self.problem.description, ordered, hardware, self.problem.job, self.batch)
+        return needed.less(hardware.unavoidable_bytes)
 
     def quickest(self, limit_bytes: int) -> Solution | None:
         """Return the plan of each unit's fastest option if it fits, else None. It needs no solver."""
@@ -99,7 +97,7 @@ class Candidate:
             own.setdefault(structure, {})[layouts[unit]] = None
         space = tuple(tuple(own[structure]) for structure in self.costs.structures)
         timeline = build_timeline(self.costs, space, every_layout=True)
-        simple = simplest(timeline, self.problem.job, limit_bytes, self.needed_bytes, layouts, price_s)
+        simple = simplest(timeline, self.problem.job, limit_bytes, self.needed, layouts, price_s)
         return simple, timeline.count_parts(layouts) - timeline.count_parts(simple)
 
     def frugal(self) -> dict[int, UnitLayout]:
@@ -113,40 +111,29 @@ class Candidate:
         """Return whether the frugal plan fits; it needs no solver."""
         return self.floor_bytes <= limit_bytes and self._fit(self.frugal(), limit_bytes)
 
-    def solver(self, limit_bytes: int) -> BranchAndBound:
+    def solver(self, limit_bytes: int) -> FastestSearch:
         """Return the search for the fastest plan within a limit."""
-        return BranchAndBound(self.timeline, self.problem.job, limit_bytes, self.needed_bytes)
+        return FastestSearch(self.timeline, self.problem.job, limit_bytes, self.needed)
 
-    def any_within(self, limit_bytes: int) -> Layouts | None:
-        """Return a plan that fits, or None if the solver finds none within `ADVICE_WORK`."""
-        return any_within(self.timeline, self.problem.job, limit_bytes, self.needed_bytes, ADVICE_WORK)
-
-    def least(self) -> tuple[Layouts, int]:
-        """Return the plan with the lowest peak, and this peak as `needed_bytes` gives it.
-
-        Search for any plan below the lowest peak so far: in turns just below it, where usually there is none, and by
-        bisection.
+    def least(self, below: int | None = None) -> tuple[Layouts, int] | None:
+        """Return the plan with the lowest peak, and this peak as `needed` gives it; it is exact up to 4 GiB, above to
+        about one part in a million. None if the solver finds no plan below so many bytes within `LEAST_WORK`.
         """
-        job = self.problem.job
-        best: Layouts = self.frugal()
-        if self.needed_bytes(best)[1] > self.timeline.host_limit_bytes:
-            possible = any_within(self.timeline, job, UNLIMITED, self.needed_bytes)
-            assert possible is not None, "a candidate's least states fit the host"
-            best = possible
-        highest, just_below = self.needed_bytes(best)[0], True
-        impossible = max(self.floor_bytes, least_limit(self.timeline, job, highest)) - 1
-        while highest - impossible > 1:
-            limit = highest - 1 if just_below else (highest + impossible) // 2
-            layouts = self.any_within(limit)
-            if layouts is None:
-                impossible = limit
-            else:
-                best, highest = layouts, self.needed_bytes(layouts)[0]
-            just_below = not just_below
-        return best, highest
+        best: tuple[Layouts, int] | None = None
+        for plan in (self.frugal(), self._each(lambda o: (o.host, o.stays))):
+            needed = self.needed(plan)
+            if needed.host <= self.timeline.host_limit_bytes and (below is None or needed.device < below):
+                best, below = (plan, needed.device), needed.device
+        assert below is not None, "a candidate's least states fit the host"
+        found = None if self.floor_bytes >= below else least(
+            self.timeline, self.problem.job, below - 1, self.needed, LEAST_WORK
+        )  # fmt: skip
+        if found is None or self.needed(found).device >= below:
+            return best
+        return found, self.needed(found).device
 
     def _fit(self, layouts: Layouts, limit_bytes: int) -> bool:
-        return fit(self.timeline, self.needed_bytes(layouts), limit_bytes)
+        return fit(self.timeline, self.needed(layouts), limit_bytes)
 
     def _each(self, key: Callable[[Option], tuple[float, ...]]) -> dict[int, UnitLayout]:
         """Return for each unit the layout whose option has the least key."""

@@ -13,7 +13,7 @@ program is infeasible is believed if this bound is positive for the least loosen
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     Count: TypeAlias = cp_model.IntVar
 
 Value: TypeAlias = Callable[[Option], int]
+Run: TypeAlias = tuple[tuple[int, ...], UnitLayout]
+"""The units of a group that take one layout, by the indices of all its units."""
 MIN_GAIN = 1e-7
 """Relative difference of step time below which plans count as equal: no rate is known better, and a finer search
 takes long.
@@ -85,7 +87,7 @@ class GroupCounts:
     group: UnitGroup
     counts: Sequence[Count]
     used: Sequence[Count]
-    """Whether a unit takes the option; empty in the relaxation if the group has several units."""
+    """Whether a unit takes the option; empty if the group has several units and none of its runs is constrained."""
     first: Sequence[Count]
     """Whether the first unit takes the option."""
     last: Sequence[Count]
@@ -108,17 +110,19 @@ class GroupCounts:
         return replace(self, counts=self.last).total(value)
 
     def runs(self) -> list[tuple[Option, Count, Count]]:
-        """Return each option with its count and whether it is used, in the order of backward."""
-        return list(zip(self.group.options, self.counts, self.used, strict=True))
+        """Return each option with its count and whether it is used, in the order of backward; nothing if `used` is
+        empty.
+        """
+        return list(zip(self.group.options, self.counts, self.used, strict=False))
 
 
 class IntegerModel:
     """Counts of options for each group of units, without constraints on moments; `Program` has the arguments."""
 
-    def __init__(self, timeline: Timeline, limit_bytes: int, *, linear: bool, lowest: bool) -> None:
+    def __init__(self, timeline: Timeline, limit_bytes: int, runs: Set[Run], *, lowest: bool) -> None:
         from ortools.sat.python import cp_model
 
-        self._model, self._linear = cp_model.CpModel(), linear
+        self._model, self._runs = cp_model.CpModel(), runs
         self._limit: Bytes = self._model.new_int_var(0, limit_bytes, "") if lowest else limit_bytes
         self._groups = {group: self._declare(group) for group in timeline.groups}
         named = 8 * sum(len(group.options) for group in timeline.groups if len(group.units) > 1)
@@ -165,7 +169,7 @@ class IntegerModel:
         return self._assigned(solver.value)
 
     def relax(self) -> Relaxation | None:
-        """Return the minimum of a `linear` model over real numbers; None if none exists (`infeasible`, proven), or
+        """Return the minimum of a model without runs over real numbers; None if none exists (`infeasible`, proven), or
         GLOP finds none.
         """
         rows, domains = _rows(self._model.proto), [tuple(v.domain) for v in self._model.proto.variables]
@@ -218,13 +222,10 @@ class IntegerModel:
             return GroupCounts(group=group, counts=literals, used=literals, first=literals, last=literals)
         counts = [model.new_int_var(0, size, "") for _ in group.options]
         model.add(sum(counts) == size)
-        if self._linear:
-            return GroupCounts(
-                group=group, counts=counts, used=(), first=self._one_of(counts), last=self._one_of(counts)
-            )
-        used = [self._at_least(x, 1) for x in counts]
-        first = self._first_used(used[::-1])[::-1]
-        return GroupCounts(group=group, counts=counts, used=used, first=first, last=self._first_used(used))
+        exact = any(units == group.units for units, _ in self._runs)
+        used = [self._at_least(x, 1) for x in counts] if exact else []
+        first, last = self._one_of(counts), self._one_of(counts)
+        return GroupCounts(group=group, counts=counts, used=used, first=first, last=last)
 
     def _one_of(self, counts: Sequence[Count]) -> list[Count]:
         """Return for each option a literal ≤ x_k; exactly one literal is true."""
@@ -240,16 +241,6 @@ class IntegerModel:
         self._model.add(x <= number - 1).only_enforce_if(~literal)
         return literal
 
-    def _first_used(self, used: Sequence[Count]) -> list[Count]:
-        """Return for each option a literal that is true if the option is used and no earlier option is."""
-        literals = []
-        for k, literal in enumerate(used):
-            foremost = self._model.new_bool_var("")
-            self._model.add_bool_and([literal, *(~u for u in used[:k])]).only_enforce_if(foremost)
-            literals.append(foremost)
-        self._model.add_exactly_one(literals)
-        return literals
-
     def _as_variable(self, level: Bytes) -> Count | int:
         """Return a variable equal to a level, so that constraints on it have few terms."""
         if isinstance(level, int):
@@ -257,12 +248,6 @@ class IntegerModel:
         named = self._model.new_int_var(-self._most_level, self._most_level, "")
         self._model.add(named == level)
         return named
-
-    def _shortened(self, level: Bytes) -> Bytes:
-        """Return the level as one variable in a relaxation with a limit, which a linear solver reads faster; else
-        unchanged.
-        """
-        return self._as_variable(level) if self._linear and isinstance(self._limit, int) else level
 
     def _highest(self, values: Sequence[Bytes]) -> Bytes:
         """Return a value of at least each of these, and of at least 0."""

@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from ..cost.moments import NO_CALL, CallMoments, SegmentBytes, all_kinds, call_moments
+from ..cost.moments import CallMoments, SegmentBytes, backward_moments, contributions, highest_moments
 from ..cost.units import UnitBytes
 from ..decision import Mesh, UnitLayout, groups_in
 
@@ -38,36 +38,23 @@ class Option:
 
     @functools.cached_property
     def call(self) -> CallMoments[int]:
-        """Moments of the unit's call; 0 for a unit that is gathered for the whole step."""
-        return NO_CALL if self.segment is None else call_moments(self.bytes, self.segment, all_kinds)
+        """The highest moments of the unit's call."""
+        return highest_moments(self.bytes, self.segment)
 
     @functools.cached_property
     def host(self) -> int:
         """Bytes of states and activations on the host."""
         return self.bytes.host + (0 if self.segment is None else self.segment.host)
 
-    @functools.cached_property
-    def compute_peak(self) -> int:
-        """Highest level in backward while the reduce buffer of another unit is in flight, without the prefetched
-        gather: until the gradients are reduced, or that of a replica.
-        """
-        return max((self.call.compute, *(() if self.bytes.managed else self.call.reductions)))
-
-    @functools.cached_property
-    def reduce_peak(self) -> int:
-        """Highest level while FSDP2 reduces the call's gradients, without the prefetched gather."""
-        return max(self.call.reductions if self.bytes.managed else (), default=0)
-
     @property
     def change(self) -> int:
         """d: change of the level in one unit's backward."""
         return self.call.left_by_backward - self.call.left_by_forward
 
-    @property
+    @functools.cached_property
     def transient(self) -> int:
         """Highest level in backward, gather included, if all neighbours take the same option."""
-        tail, prefetched = self.bytes.reduce_tail, self.bytes.prefetched
-        return max(self.call.gather + tail, max(self.compute_peak + tail, self.reduce_peak) + prefetched)
+        return max(nbytes for _, nbytes in backward_moments(self.call, self.bytes.reduce_tail, self.bytes.prefetched))
 
     @property
     def stays(self) -> int:
@@ -89,26 +76,8 @@ class Option:
 
     @functools.cached_property
     def levels(self) -> tuple[int, ...]:
-        """Bytes at each moment that depends on the layout. The first is no such moment: a replica is never better than
-        a unit that FSDP2 manages, because it leaves another unit's buffers in place.
-        """
-        terms, held = self.bytes, self.bytes.held
-        after, forward = held + self.call.left_by_backward, held + self.call.forward + terms.gather_buffer
-        stepping = after - terms.copies
-        return (
-            not terms.managed,
-            held, held + self.call.left_by_forward, after, forward, held + self.call.copy_out,
-            held + self.call.gather, held + self.compute_peak, held + self.compute_peak + terms.prefetched,
-            held + self.reduce_peak, held + self.reduce_peak + terms.prefetched,
-            terms.prefetched, terms.gather_buffer, stepping + terms.step_scratch,
-            held + terms.gathered, terms.copy_out, terms.reduce_input, terms.reduce_copy,
-            terms.reduced_after + terms.reduce_output,
-            terms.reduce_stage, terms.last_gradient, self.host, terms.host_moment, stepping + terms.states_passing,
-            stepping + terms.gradients_settled + terms.states_passing,
-            after + terms.gradients_settled, held + terms.gradients_after + terms.gradients_settled,
-            stepping + terms.gradients_settled + terms.step_scratch, after + terms.reduce_tail,
-            held - terms.joined + terms.reduce_input + terms.reduce_copy,
-        )  # fmt: skip
+        """Bytes that the unit adds to each moment of a step, and to the host."""
+        return (*contributions(self.bytes, self.segment), self.host, self.bytes.host_moment)
 
 
 def undominated(options: Iterable[Option], *, by_memory: bool = False, meshes: bool = True) -> list[Option]:

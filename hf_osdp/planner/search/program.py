@@ -11,29 +11,30 @@ f are the bytes that a unit's forward leaves, r those that its backward leaves, 
 level in its backward. At every moment, level plus temporary memory must stay within the limit.
 
 Where one option of several determines the bytes of a moment, a sum over literals selects them; exactly one literal is
-true. Such a constraint is strong because it also holds in the linear relaxation. Constraints on runs hold only if the
-run exists; it leaves them out.
+true. Such a constraint is strong because it also holds in the linear relaxation. So the first and the last unit of a
+group are constrained. Units between them are so only in the runs that are asked for: their constraints hold if the run
+exists, and are many. What the program leaves out, the walk through a plan finds (`solver.py`).
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Set
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from ..cost.moments import all_kinds, end_moments
-from ..decision import REPLICAS, WHOLE_WORLD, groups_in
+from ..cost.moments import CallMoments, all_kinds, backward_moments, end_moments, forward_moments
+from ..decision import REPLICAS, WHOLE_WORLD, Mesh, groups_in
 from ..training_job import OptimizerStep, TrainingJob
-from .integer_model import GroupCounts, IntegerModel
+from .integer_model import GroupCounts, IntegerModel, Run
 from .options import Option, RootSegment, Timeline, UnitGroup
-from .pattern import ClassMoments, Pattern
 
 if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
+
     from .integer_model import Bytes, Count, Value
 
-Runs: TypeAlias = "list[tuple[Option, Count, Count, Bytes]]"
-"""Runs of a group in the order of backward, each with the bytes prefetched for the next unit that FSDP2 manages."""
+    Picked: TypeAlias = Callable[[Value], Bytes]
+    """A value of the option that one unit of a group takes."""
 
 Key = TypeVar("Key", bound=Hashable)
 _MOST_COST = 2**36
@@ -41,15 +42,15 @@ _MOST_COST = 2**36
 
 
 class Program(IntegerModel):
-    """The constraints of every moment. Set an objective by `minimize_...`, then call `solve` or `relax`.
+    """The constraints of moments. Set an objective by `minimize_...`, then call `solve` or, without `runs`, `relax`.
 
     Args:
         timeline: parts of a micro-step, with the options of each group.
         job: the training job; only its optimizer step matters here.
         limit_bytes: the most that a moment may take.
-        linear: leave out constraints on runs; the model is then a relaxation.
+        runs: runs whose moments are constrained.
+        forming: meshes that are formed in any case.
         lowest: make the limit a variable up to `limit_bytes`, for `minimize_limit`.
-        patterns: restrictions on the counts of a group, by the indices of its units.
     """
 
     def __init__(
@@ -58,38 +59,24 @@ class Program(IntegerModel):
         job: TrainingJob,
         limit_bytes: int,
         *,
-        linear: bool = False,
+        runs: Set[Run] = frozenset(),
+        forming: Set[Mesh] = frozenset(),
         lowest: bool = False,
-        patterns: Mapping[tuple[int, ...], Pattern] = MappingProxyType({}),
     ) -> None:
-        super().__init__(timeline, limit_bytes, linear=linear, lowest=lowest)
-        self._timeline, self._job, self._patterns = timeline, job, patterns
-        self.rows: dict[tuple[int, ...], list[ClassMoments]] = {}
-        """Moments by class of each group that has a pattern, by the indices of its units."""
+        super().__init__(timeline, limit_bytes, runs, lowest=lowest)
+        self._timeline, self._job, self._forming = timeline, job, forming
+        self.formed: dict[Mesh, Count] = {}
+        """Whether each mesh is formed that takes memory."""
         self._parts = [self._groups[part] if isinstance(part, UnitGroup) else part for part in timeline.parts]
         self._whole_step = [self._groups[group] for group in timeline.whole_step]
         self._of_unit = {own.group.units[0]: own for own in self._whole_step}
-        self._nearest: list[Bytes] = []
-        """Bytes prefetched for the nearest unit before each part that FSDP2 manages."""
-        self._runs: dict[GroupCounts, Runs] = {}
+        options = [option for group in self._groups for option in group.options]
+        self._most = {value: max(map(value, options)) for value in (_gather_buffer, _prefetched, _reduce_tail)}
+        self._nearest: list[list[Bytes]] = []
+        """Bytes prefetched for the nearest unit before that FSDP2 manages: for each run of a part in the order of
+        backward, at last for its first unit."""
         self._constrain_host()
         self._constrain_finish(self._constrain_backward(self._constrain_forward()))
-
-    def _constrain_host(self) -> None:
-        """Constrain Σ (states + activations on the host) + the largest temporary gradient there ≤ the host's
-        memory.
-        """
-        if not any(option.host for group in self._groups for option in group.options):
-            return
-        most = self._timeline.host_limit_bytes
-        highest = self._model.new_int_var(-most, most, "")
-        self._model.add(self._sum(self._groups.values(), lambda o: o.host) + highest <= most)
-        self._model.add(highest >= 0)  # its domain is symmetric, so that the linear solvers scale it
-        for own in self._groups.values():
-            for of_unit in (own.of_first, own.of_last) if len(own.group.units) > 1 else (own.of_first,):
-                self._model.add(highest >= of_unit(lambda o: o.bytes.host_moment))
-        for nbytes, literal in self._taken(lambda o: {o.bytes.host_moment} - {0}).items():
-            self._model.add(highest >= nbytes * literal)
 
     def minimize_seconds(self, scale: float, at_most: int | None = None, price_s: float = 0.0) -> None:
         """Set the objective Σ scale · seconds, each rounded down, with an upper bound if given, and a price for each
@@ -102,12 +89,36 @@ class Program(IntegerModel):
         if at_most is not None:
             self._model.add(cost <= at_most)
 
+    def _constrain_host(self) -> None:
+        """Constrain Σ (states + activations on the host) + the largest temporary gradient there ≤ the host's
+        memory.
+        """
+        if any(option.host for group in self._groups for option in group.options):
+            needed = self._sum(self._groups.values(), lambda o: o.host) + self._largest(lambda o: o.bytes.host_moment)
+            self._model.add(needed <= self._timeline.host_limit_bytes)
+
+    def _largest(self, value: Value) -> Bytes:
+        """Return a variable of at least the largest value of all units."""
+        most = max(value(option) for group in self._groups for option in group.options)
+        if not most:
+            return 0
+        largest = self._model.new_int_var(-most, most, "")
+        self._model.add(largest >= 0)  # its domain is symmetric, so that the linear solver scales it
+        for own in self._groups.values():
+            for of_unit in (own.of_first, own.of_last) if len(own.group.units) > 1 else (own.of_first,):
+                self._model.add(largest >= of_unit(value))
+        for nbytes, literal in self._taken(lambda o: {value(o)} - {0}).items():
+            self._model.add(largest >= nbytes * literal)
+        return largest
+
     def _communicators(self) -> Bytes:
         """Return the bytes of all communicators but the one of all ranks. A mesh is formed if the option of at least
         one unit needs it.
         """
         nbytes = self._timeline.communicator_bytes
-        formed = self._taken(lambda o: o.meshes) if nbytes else {}
+        self.formed = formed = self._taken(lambda o: o.meshes) if nbytes else {}
+        for mesh in self._forming & formed.keys():
+            self._model.add(formed[mesh] >= 1)
         more: Bytes = sum(groups_in([mesh]) * nbytes * literal for mesh, literal in formed.items())
         if REPLICAS in formed and WHOLE_WORLD in formed:
             both = self._model.new_bool_var("")
@@ -135,90 +146,66 @@ class Program(IntegerModel):
         return taken
 
     def _constrain_forward(self) -> Bytes:
-        """Constrain level + copy-out peak + gather buffer of the unit before, and level + forward peak + gather
-        buffer; return the level at the end of forward.
-        """
-        level = (
-            self._timeline.model_bytes
-            + self._communicators()
-            + self._sum(self._groups.values(), lambda o: o.bytes.held)
-        )
-        level = self._shortened(level + self._sum(self._whole_step, lambda o: o.bytes.gathered))
-        buffer = self._highest([own.of_last(lambda o: o.bytes.gather_buffer) for own in self._whole_step])
-        copying = [own for own in self._whole_step if any(option.bytes.copy_out for option in own.group.options)]
-        for own in copying:
-            self._fits(level + buffer + own.of_last(lambda o: o.bytes.copy_out))
+        """Constrain the moments of forward; return the level at its end."""
+        level = self._communicators() + self._sum(self._groups.values(), lambda o: o.bytes.held)
+        level = level + self._timeline.model_bytes + self._sum(self._whole_step, lambda o: o.bytes.gathered)
+        level = self._as_variable(level)
+        buffer = self._highest([own.of_last(_gather_buffer) for own in self._whole_step])
+        for own in self._whole_step:
+            if any(option.bytes.copy_out for option in own.group.options):
+                self._fits(level + buffer + own.of_last(lambda o: o.bytes.copy_out))
         nearest: Bytes = 0
         for part in self._parts:
-            self._nearest.append(nearest)
             if isinstance(part, RootSegment):
+                self._nearest.append([nearest])
                 self._fits(level + part.bytes.forward_peak + buffer)
                 level = level + part.bytes.saved
                 if part.hides:
                     own = self._of_unit[part.unit]
-                    nearest = self._passed(own, own.of_last, 0, nearest, lambda o: o.bytes.prefetched)
+                    nearest = self._passed(own, own.of_last, 0, nearest, _prefetched)
                 continue
-            self._fits(level + buffer + part.of_first(lambda o: o.call.copy_out))
-            after = self._shortened(level + part.total(lambda o: o.call.left_by_forward))
-            if len(part.group.units) > 1 and not self._linear:
-                buffer = self._constrain_forward_runs(part, level, buffer)
-                self._runs[part], nearest = self._backward_runs(part, nearest)
-            else:
-                buffer, nearest = (
-                    self._passed(part, part.of_last, part.of_last(value), before, value)
-                    for value, before in (
-                        (lambda o: o.bytes.gather_buffer, buffer), (lambda o: o.bytes.prefetched, nearest)
-                    )
-                )  # fmt: skip
+            self._nearest.append(self._before_runs(part, nearest))
+            before, first, last = buffer, _call_of(part.of_first), _call_of(part.of_last)
+            after = self._as_variable(level + part.total(lambda o: o.call.left_by_forward))
+            if len(part.group.units) > 1:
+                self._forward(level, first, before, 0)
+                level, before = after - last.left_by_forward, self._constrain_forward_runs(part, level, before)
+                nearest = self._nearest[-1][0]
+            buffer = self._passed(part, part.of_last, part.of_last(_gather_buffer), before, _gather_buffer)
+            self._forward(level, last, before if len(part.group.units) == 1 else 0, buffer)
+            nearest = self._passed(part, part.of_last, part.of_last(_prefetched), nearest, _prefetched)
             level = after
-            self._fits(level + part.of_last(lambda o: o.call.forward - o.call.left_by_forward) + buffer)
         return level
 
-    def _passed(
-        self, part: GroupCounts, picked: Callable[[Value], Bytes], own: Bytes, before: Bytes, value: Value
-    ) -> Bytes:
-        """Return `own` if FSDP2 manages the picked unit of a group, and `before` if it is a replica, which leaves the
-        buffers of other units; `own` is 0 or less for a replica. In a group of several units at least that.
-
-        Both are a `value` of units, whose largest M makes the constraint of the other case hold: own ≤ y and
-        before - M (1 - replica) ≤ y.
-        """
-        kinds = {option.bytes.managed for option in part.group.options}
-        if len(kinds) == 1:
-            return own if kinds == {True} else before
-        bounds = [own]
-        if len(part.group.units) == 1:
-            most = max(value(option) for group in self._groups for option in group.options)
-            bounds.append(before - most * (1 - picked(_is_replica)))
-        return self._highest(bounds)
-
     def _constrain_forward_runs(self, part: GroupCounts, level: Bytes, before: Bytes) -> Bytes:
-        """Constrain the runs of a group in forward; return the gather buffer after it, given that before it.
+        """Constrain the runs of a group in forward; return the least gather buffer after it, given that before it.
 
-        Forward never lowers the level, so that each run peaks at its last unit.
+        Forward never lowers the level, so that each run peaks at its first or last unit.
         """
         for option, x, used in reversed(part.runs()):
-            level, nbytes = self._as_variable(level), option.bytes.gather_buffer
-            self._fits(level + before + option.call.copy_out, used)
-            if option.bytes.managed:
-                before = self._latest(used, nbytes, before)
-            level = level + option.call.left_by_forward * x
-            buffer = nbytes if option.bytes.managed else before
-            self._fits(level - option.call.left_by_forward + option.call.forward + buffer, used)
-            if nbytes:
-                self._fits(level - option.call.left_by_forward + nbytes + option.call.copy_out, self._at_least(x, 2))
+            call, own = option.call, option.bytes.gather_buffer
+            if (part.group.units, option.layout) in self._runs:
+                level = self._as_variable(level)
+                beside = own if option.bytes.managed else before
+                self._forward(level, call, before, beside, used)
+                self._forward(level + call.left_by_forward * (x - 1), call, beside, beside, self._at_least(x, 2))
+            level = level + call.left_by_forward * x
+            before = self._latest(used, own, before) if option.bytes.managed else before
         return before
 
+    def _forward(
+        self, level: Bytes, call: CallMoments[Any], before: Bytes, buffer: Bytes, *literals: cp_model.BoolVarT
+    ) -> None:
+        for _, nbytes in forward_moments(call, before, buffer):
+            self._fits(level + nbytes, *literals)
+
     def _constrain_backward(self, level: Bytes) -> Bytes:
-        """Constrain level + backward peak + reduce buffer in flight + prefetched gather; return the level at the
-        end of backward.
-        """
+        """Constrain the moments of backward; return the level at its end."""
         tail: Bytes = 0
         ahead: Bytes = 0
-        least_tail = 0
         for part, nearest in zip(reversed(self._parts), reversed(self._nearest), strict=True):
             if isinstance(part, RootSegment):
-                ahead = self._prefetched(self._of_unit[part.unit], nearest, ahead)
+                ahead = self._ahead(self._of_unit[part.unit], nearest[-1], ahead)
                 self._fits(level + part.bytes.backward_peak + tail + ahead)
                 level = level - part.bytes.saved + part.bytes.kept
                 level = level + sum(
@@ -226,145 +213,83 @@ class Program(IntegerModel):
                     for unit, nbytes in part.gradients.items()
                 )
                 continue
-            if (pattern := self._patterns.get(part.group.units)) is not None:
-                self._constrain_classes(part, pattern, level, min(least_tail, *_tails(part)))
-            level, tail, ahead = self._constrain_group(part, level, tail, ahead, nearest)
+            after = self._as_variable(level + part.total(lambda o: o.change))
+            before = tail
+            if len(part.group.units) > 1:
+                self._backward(level, _call_of(part.of_last), tail, 0)
+                tail, ahead = self._constrain_backward_runs(part, level, tail, ahead, nearest)
+                before = min(map(_reduce_tail, part.group.options))  # when the first unit's backward begins
+            ahead = self._ahead(part, nearest[-1], ahead)
+            self._backward(after - part.of_first(lambda o: o.change), _call_of(part.of_first), before, ahead)
             if not part.group.ends_late:
-                least_tail, _ = _tails(part)
+                tail = self._passed(part, part.of_first, part.of_first(_reduce_tail), tail, _reduce_tail)
+            level = after
         running = {part.unit for part in self._parts if isinstance(part, RootSegment)}
         idle = [own for own in self._whole_step if own.group.units[0] not in running]
         return level + self._sum(idle, lambda o: o.bytes.unsharded_gradients)
 
-    def _prefetched(self, part: GroupCounts, nearest: Bytes, ahead: Bytes) -> Bytes:
-        """Return the prefetched bytes beside a group's first unit in backward: those for the nearest unit before, or
-        beside a replica `ahead`, which was prefetched earlier.
-        """
-        most = max(option.bytes.prefetched for group in self._groups for option in group.options)
-        own = nearest - most * part.of_first(_is_replica)
-        return self._passed(part, part.of_first, own, ahead, lambda o: o.bytes.prefetched)
-
-    def _constrain_group(
-        self, part: GroupCounts, level: Bytes, tail: Bytes, ahead: Bytes, nearest: Bytes
-    ) -> tuple[Bytes, Bytes, Bytes]:
-        """Constrain a group's backward, last unit first. Return the level, the reduce buffer in flight and the
-        prefetched bytes after it; `tail` and `ahead` are those before it.
-        """
-        before, left = tail, part.of_first(lambda o: o.bytes.reduce_tail)
-        after = self._shortened(level + part.total(lambda o: o.change))
-        if len(part.group.units) > 1:
-            self._constrain_unit(part.of_last, level, tail)
-            before, _ = _tails(part)  # at least this is in flight when the first unit's backward begins
-        if part in self._runs:
-            left, ahead = self._constrain_runs(part, level, tail, ahead)
-        else:
-            left = self._passed(part, part.of_first, left, tail, lambda o: o.bytes.reduce_tail)
-            ahead = self._prefetched(part, nearest, ahead)
-        self._constrain_unit(part.of_first, after - part.of_first(lambda o: o.change), before, ahead)
-        return after, tail if part.group.ends_late else left, ahead
-
-    def _constrain_classes(self, part: GroupCounts, pattern: Pattern, level: Bytes, tail: int) -> None:
-        """Constrain the moments of classes that the pattern requires, and record all in `rows`; `tail` is the least
-        buffer in flight.
-        """
-        row: list[ClassMoments] = []
-        self.rows[part.group.units] = row
-        pairs = zip(part.group.options, part.counts, strict=True)
-        for number, of_class in itertools.groupby(pairs, key=lambda pair: pattern.classes[pair[0]]):
-            options, counts = zip(*of_class, strict=True)
-            least, most = pattern.counts.get(number, (0, len(part.group.units)))
-            before = self._as_variable(level)
-            level = self._as_variable(
-                before + sum(option.change * x for option, x in zip(options, counts, strict=True))
-            )
-            row.append(ClassMoments(
-                number=number, options=options, counts=counts, before=before, after=level, tail=tail, least=least,
-                most=most,
-            ))  # fmt: skip
-            self._model.add(sum(counts) >= least)
-            self._model.add(sum(counts) <= most)
-        following: int | None = None  # least bytes prefetched for the next unit; None if no unit of the row follows
-        for one in reversed(row):
-            if one.least > 1:
-                self._fits(one.before + one.peak_of_several)
-            if one.least:
-                first, last = (
-                    sum(x * nbytes for x, nbytes in zip(one.counts, peaks, strict=True))
-                    if one.most == 1
-                    else min(peaks)
-                    for peaks in (one.first_peaks, one.last_peaks)
-                )
-                self._fits(one.before + first)
-                if following is not None:
-                    self._fits(one.after + last + one.beside(following))
-            if one.least or following is not None:
-                following = one.ahead if one.least or following is None else min(following, one.ahead)
-        if any(
-            least > 0 and number not in {one.number for one in row} for number, (least, _) in pattern.counts.items()
-        ):
-            self._model.add(part.counts[0] <= -1)  # infeasible: a required class has no option left
-
-    def _constrain_unit(self, picked: Callable[[Value], Bytes], level: Bytes, tail: Bytes, ahead: Bytes = 0) -> None:
-        """Constrain level + gather + tail ≤ limit and level + max(compute + tail, reduce) + ahead ≤ limit for one
-        unit's backward.
-        """
-        if isinstance(tail, int):
-            fixed = tail
-            self._fits(level + picked(lambda o: o.call.gather + fixed))
-            self._fits(level + picked(lambda o: max(o.compute_peak + fixed, o.reduce_peak)) + ahead)
-            return
-        self._fits(level + picked(lambda o: o.call.gather) + tail)
-        self._fits(level + picked(lambda o: o.compute_peak) + tail + ahead)
-        self._fits(level + picked(lambda o: o.reduce_peak) + ahead)
-
-    def _constrain_runs(self, part: GroupCounts, level: Bytes, tail: Bytes, ahead: Bytes) -> tuple[Bytes, Bytes]:
+    def _constrain_backward_runs(
+        self, part: GroupCounts, level: Bytes, tail: Bytes, ahead: Bytes, nearest: list[Bytes]
+    ) -> tuple[Bytes, Bytes]:
         """Constrain the runs of a group: the level changes evenly within a run, so that its peak is at its first unit
-        or near its last. Return the reduce buffer in flight and the prefetched bytes after it.
+        or near its last. Return the least reduce buffer in flight and prefetched bytes after it.
 
         While the first unit computes, the reduce buffer of the run before is in flight; for the other units it is that
         of their own run. Replicas leave it.
         """
-        for option, x, used, following in self._runs[part]:
-            level, own = self._as_variable(level), option.bytes.reduce_tail
-            change, prefetched, compute, reduce = (
-                option.change,
-                option.bytes.prefetched,
-                option.compute_peak,
-                option.reduce_peak,
-            )
-            end, twice, thrice = level + change * x, self._at_least(x, 2), self._at_least(x, 3)
-            both = max(option.call.gather, compute)
-            self._fits(level + both + tail, used)
-            if not option.bytes.managed:
-                self._fits(level + compute + tail + ahead, used)
-                self._fits(end - change + compute + tail + ahead, used)
-                level = end
-                continue
-            self._fits(level + reduce, used)
-            self._fits(level + change + both + own, twice)
-            self._fits(end - change + both + own, twice)
-            self._fits(end - change + reduce, used)
-            if prefetched:
-                self._fits(level + compute + prefetched + tail, twice)
-                self._fits(level + reduce + prefetched, twice)
-                self._fits(level + change + compute + prefetched + own, thrice)
-                self._fits(end - 2 * change + compute + prefetched + own, thrice)
-                self._fits(end - 2 * change + reduce + prefetched, twice)
-            self._fits(level + compute + following + tail, used, ~twice)
-            self._fits(end - change + compute + following + own, twice)
-            self._fits(end - change + reduce + following, used)
-            level, tail, ahead = end, self._latest(used, own, tail), self._latest(used, following, ahead)
+        for (option, x, used), following in zip(part.runs(), nearest[1:], strict=False):
+            call, change, own = option.call, option.change, option.bytes.reduce_tail
+            end, ahead_of_next = level + change * x, option.bytes.prefetched
+            if (part.group.units, option.layout) in self._runs:
+                level = self._as_variable(level)
+                end = level + change * x
+                twice, thrice = self._at_least(x, 2), self._at_least(x, 3)
+                if option.bytes.managed:
+                    self._backward(level, call, tail, following, used, ~twice)
+                    self._backward(level, call, tail, ahead_of_next, twice)
+                    self._backward(level + change, call, own, ahead_of_next, thrice)
+                    self._backward(end - 2 * change, call, own, ahead_of_next, thrice)
+                    self._backward(end - change, call, own, following, twice)
+                else:
+                    self._backward(level, call, tail, ahead, used)
+                    self._backward(end - change, call, tail, ahead, twice)
+            level = end
+            if option.bytes.managed:
+                tail, ahead = self._latest(used, own, tail), self._latest(used, following, ahead)
         return tail, ahead
 
-    def _backward_runs(self, part: GroupCounts, ahead: Bytes) -> tuple[Runs, Bytes]:
-        """Return the runs in the order of backward, each with the bytes prefetched for the nearest unit before it that
-        FSDP2 manages, and these bytes for the next group; `ahead` are those before the group.
+    def _backward(
+        self, level: Bytes, call: CallMoments[Any], tail: Bytes, ahead: Bytes, *literals: cp_model.BoolVarT
+    ) -> None:
+        for _, nbytes in backward_moments(call, tail, ahead):
+            self._fits(level + nbytes, *literals)
+
+    def _before_runs(self, part: GroupCounts, nearest: Bytes) -> list[Bytes]:
+        """Return the least bytes prefetched for the nearest unit before each run of a group that FSDP2 manages, in the
+        order of backward, and those before its first unit, given the latter.
         """
-        runs = []
-        for option, x, used in reversed(part.runs()):
-            runs.append((option, x, used, ahead))
-            if option.bytes.managed:
-                ahead = self._latest(used, option.bytes.prefetched, ahead)
-        return runs[::-1], ahead
+        found = [nearest]
+        for option, _, used in reversed(part.runs() if len(part.group.units) > 1 else []):
+            last = found[-1]
+            found.append(self._latest(used, option.bytes.prefetched, last) if option.bytes.managed else last)
+        return found[::-1]
+
+    def _passed(self, part: GroupCounts, picked: Picked, own: Bytes, before: Bytes, value: Value) -> Bytes:
+        """Return `own` if FSDP2 manages the picked unit of a group, and `before` if it is a replica, which leaves the
+        buffers of other units; `own` is 0 or less for a replica. Both are a `value` of units, whose largest M makes
+        the constraint of the other case hold: own ≤ y and before - M (1 - replica) ≤ y.
+        """
+        kinds = {option.bytes.managed for option in part.group.options}
+        if len(kinds) == 1:
+            return own if kinds == {True} else before
+        return self._highest([own, before - self._most[value] * (1 - picked(_is_replica))])
+
+    def _ahead(self, part: GroupCounts, nearest: Bytes, ahead: Bytes) -> Bytes:
+        """Return the prefetched bytes beside a group's first unit in backward: those for the nearest unit before, or
+        beside a replica `ahead`, which was prefetched earlier.
+        """
+        own = nearest - self._most[_prefetched] * part.of_first(_is_replica)
+        return self._passed(part, part.of_first, own, ahead, _prefetched)
 
     def _constrain_finish(self, level: Bytes) -> None:
         """Constrain the last reductions, of units gathered for the whole step, one by one; then level + optimizer
@@ -372,29 +297,39 @@ class Program(IntegerModel):
         """
         groups = [self._groups[group] for group in self._timeline.parts if isinstance(group, UnitGroup)]
         reduced = self._sum([*groups, *self._whole_step], lambda o: o.bytes.reduced_after)
-        level = level + self._sum(groups, lambda o: 0 if o.bytes.at_end else o.bytes.gradients_settled)
+        settled = self._sum(groups, lambda o: 0 if o.bytes.at_end else o.bytes.gradients_settled)
+        level = self._as_variable(level + settled)
         late = [own for own in groups if own.group.ends_late]
         for own in sorted([*late, *self._whole_step], key=lambda own: own.group.units):  # in FSDP2's order
             self._fits(level + own.total(lambda o: end_moments(o.bytes, all_kinds).filled))
             self._fits(level + own.total(lambda o: end_moments(o.bytes, all_kinds).reduced))
             level = level + own.total(lambda o: end_moments(o.bytes, all_kinds).left)
         level = level - reduced - self._sum(self._groups.values(), lambda o: o.bytes.copies)
-        if self._job.optimizer.step is not OptimizerStep.FOR_LOOP:
+        if self._job.optimizer.step is OptimizerStep.FOR_LOOP:
+            self._fits(level + self._largest(lambda o: max(o.bytes.step_scratch, o.bytes.states_passing)))
+        else:
             self._fits(level + self._sum(self._groups.values(), lambda o: o.bytes.step_scratch))
-        for own in () if self._linear else self._groups.values():
-            for option, _, used in own.runs():
-                if self._job.optimizer.step is OptimizerStep.FOR_LOOP or option.bytes.states_passing:
-                    self._fits(level + max(option.bytes.step_scratch, option.bytes.states_passing), used)
+            self._fits(level + self._largest(lambda o: o.bytes.states_passing))
 
 
-def _tails(part: GroupCounts) -> tuple[int, int]:
-    """Return the bytes of the smallest and of the largest reduce buffer that an option of the group leaves in
-    flight.
-    """
-    tails = [option.bytes.reduce_tail for option in part.group.options]
-    return min(tails), max(tails)
+_gather_buffer: Value = attrgetter("bytes.gather_buffer")
+_prefetched: Value = attrgetter("bytes.prefetched")
+_reduce_tail: Value = attrgetter("bytes.reduce_tail")
 
 
 def _is_replica(option: Option) -> int:
     """Return 1 for the option of a replica, else 0."""
     return int(not option.bytes.managed)
+
+
+def _call_of(picked: Picked) -> CallMoments[Any]:
+    """Return the moments of the call of a unit."""
+    return CallMoments(
+        copy_out=picked(lambda o: o.call.copy_out),
+        forward=picked(lambda o: o.call.forward),
+        left_by_forward=picked(lambda o: o.call.left_by_forward),
+        gather=picked(lambda o: o.call.gather),
+        computing=(picked(lambda o: o.call.computing[0]),),
+        reducing=(picked(lambda o: o.call.reducing[0]),),
+        left_by_backward=picked(lambda o: o.call.left_by_backward),
+    )

@@ -15,7 +15,7 @@ from ..plan import Plan
 from ..problem import PlanningProblem, Strategy
 from .candidates import Candidate, possible_candidates
 from .remedies import infeasible_error
-from .solver import BranchAndBound, Layouts, Solution
+from .solver import FastestSearch, Layouts, Solution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class _Search:
             for candidate in self.candidates
         }
         """Best known lower bound on the step time of each candidate's plans under the limit, in seconds."""
-        self._solvers: dict[Candidate, BranchAndBound] = {}
+        self._solvers: dict[Candidate, FastestSearch] = {}
         self._fastest: tuple[SearchResult, Candidate, Solution] | None = None
 
     def best(self, cutoff_s: float = math.inf) -> SearchResult | None:
@@ -129,8 +129,9 @@ class _Search:
         """Return the plan that needs the least memory, communicators included."""
         best: tuple[Candidate, Layouts, int] | None = None
         for candidate in sorted(self.candidates, key=lambda candidate: candidate.floor_bytes):
-            if best is None or (candidate.floor_bytes < best[2] and candidate.any_within(best[2] - 1) is not None):
-                best = candidate, *candidate.least()
+            if best is None or candidate.floor_bytes < best[2]:
+                found = candidate.least(None if best is None else best[2])
+                best = best if found is None else (candidate, *found)
         assert best is not None
         return _decoded(best[0], best[1], None, None)
 

@@ -1,34 +1,29 @@
-"""Solve the integer program of `program.py` to a proven optimum by branch and bound. The objective is the seconds of a
-step.
+"""Solve the integer program of `program.py` to a proven optimum. The objective is the seconds of a step.
 
 Bytes are in coarse units, rounded so that no moment of a plan has more than it takes (`Timeline.in_units`), and
 seconds are rounded down. So what the program calls infeasible is infeasible, and its optimum bounds the time of every
-plan from below. The walk through a step (`cost/moments.py`) says what fits, to the byte. Where a plan fits by the
-program alone, a gap is left, and the search goes on in finer units.
+plan from below. The walk through a step (`cost/moments.py`) says what fits, to the byte. Where the program's best plan
+does not fit, the runs that break the limit get constraints, and the program is solved again. Where a plan fits by
+rounding alone, a gap is left, and the search goes on in finer units.
 
 The linear relaxation's reduced costs bound how much an option adds at least, and exclude most options (reduced-cost
-fixing: Dantzig, Fulkerson, Johnson 1954). If its solution exceeds the limit at a moment without a constraint, the
-search branches on how many units take options of this class (`pattern.py`). Otherwise CP-SAT solves the node.
+fixing: Dantzig, Fulkerson, Johnson 1954). A first plan, from few options, says how much is too much.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
-from ..decision import UnitLayout
+from ..cost.memory import Needed
+from ..decision import Mesh, UnitLayout
 from ..training_job import TrainingJob
-from .integer_model import MIN_GAIN, Relaxation
+from .integer_model import MIN_GAIN, Relaxation, Run
 from .options import Option, Timeline, UnitGroup, undominated
-from .pattern import MissedMoment, Pattern, missed
 from .program import Program
-
-if TYPE_CHECKING:
-    from .integer_model import Count
 
 _RESOLUTION = 2**30
 """Whole numbers into which the seconds of each unit's fastest option are divided, all together."""
@@ -39,19 +34,20 @@ _FEW, _MORE = 12, 4
 """Options of each group in the search for a first plan, and the factor by which they grow while none is found."""
 _FIRST_GAP = 1e-3
 """Relative gap of the search for a first plan, which only bounds the search after it."""
-_LOWERED = 3
-"""Tries to find a plan that fits where only rounding lets one fit: each under a limit lower by what was missing."""
-_MOST_NODES, _MOST_WORK, _MOST_OF_ONE, _SIMPLE_WORK = 100, 6.0, 1.5, 0.5
-"""Limits of one search: nodes of branch and bound; CP-SAT's work, in all, in one call, and to find a simpler plan.
-Beyond them the search returns its best plan, with the gap that it proved. Work is in CP-SAT's deterministic seconds:
-no limit depends on a clock, so that equal problems always give equal plans."""
+_WHOLE = 1e-6
+"""Distance from a whole number that counts as none."""
+_ALIKE = 0.03
+_TERMS = 16
+"""Most terms of a unit at one moment, each of which is rounded down."""
+_MOST_WORK, _SIMPLE_WORK, _LOWERED_WORK = 5.0, 0.5, 0.2
+"""Limits of CP-SAT's work in one search, to find a simpler plan, and to find one that fits without rounding. Beyond
+the first the search returns its best plan, with the gap that it proved. Work is in CP-SAT's deterministic seconds: no
+limit depends on a clock, so that equal problems always give equal plans."""
+Layouts: TypeAlias = Mapping[int, UnitLayout]
+Walk: TypeAlias = Callable[[Layouts], Needed]
+"""What a plan needs, by the walk."""
 Kept: TypeAlias = dict[UnitGroup, set[Option]]
 """Remaining options of each group."""
-Patterns: TypeAlias = dict[tuple[int, ...], Pattern]
-"""Pattern of each row of several equal units, by the indices of the units."""
-Layouts: TypeAlias = Mapping[int, UnitLayout]
-Needed: TypeAlias = Callable[[Layouts], tuple[int, int]]
-"""A plan's bytes on a device and on its host, by the walk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,86 +62,103 @@ class Solution:
     """Proven lower bound on the objective of every plan."""
 
 
-def any_within(
-    timeline: Timeline, job: TrainingJob, limit_bytes: int, needed: Needed, most_work: float = math.inf
-) -> Layouts | None:
-    """Return some layouts with every moment within the limit; None if there are none, or CP-SAT finds none within
-    `most_work`.
-    """
-    meshes = timeline.communicator_bytes > 0
-    frugal = timeline.keeping(
-        {group: set(undominated(group.options, by_memory=True, meshes=meshes)) for group in timeline.groups}
-    )
-    for size in (*_sizes(limit_bytes), 1):
-        found = Program(frugal.in_units(size), job, limit_bytes // size).solve(most_work)
-        if found is None or fit(timeline, needed(found), limit_bytes):
-            return found
-    raise AssertionError("the program's moments in bytes are those of the walk")
+def fit(timeline: Timeline, needed: Needed, limit_bytes: int) -> bool:
+    """Return whether a plan fits the device and the host."""
+    return needed.device <= limit_bytes and needed.host <= timeline.host_limit_bytes
 
 
-def least_limit(timeline: Timeline, job: TrainingJob, limit_bytes: int) -> int:
-    """Return a lower bound on the peak of every plan in bytes, up to `limit_bytes`, which some plan meets."""
-    size = next(_sizes(limit_bytes))
-    program = Program(timeline.in_units(size), job, limit_bytes // size, linear=True, lowest=True)
-    program.minimize_limit()
-    relaxed = program.relax()
-    return 0 if relaxed is None else relaxed.bound * size
-
-
-def simplest(
-    timeline: Timeline, job: TrainingJob, limit_bytes: int, needed: Needed, layouts: Layouts, price_s: float
-) -> Layouts:
-    """Return the layouts with the least sum of seconds and a price for each part of the plan (`Option.parts`), or the
-    given ones if CP-SAT finds none that are as good within `_SIMPLE_WORK`.
-    """
-    seconds, parts = sum(o.seconds for o in timeline.chosen(layouts)), timeline.count_parts(layouts)
-    scale = _RESOLUTION / seconds
-    for size in _sizes(limit_bytes):
-        program = Program(timeline.in_units(size), job, limit_bytes // size)
-        program.minimize_seconds(scale, int((seconds + price_s * parts) * scale * (1 + MIN_GAIN)), price_s)
-        solved = program.solve(_SIMPLE_WORK)
-        if solved is not None and fit(timeline, needed(solved), limit_bytes):
-            return solved
-    return layouts
-
-
-def fit(timeline: Timeline, needed: tuple[int, int], limit_bytes: int) -> bool:
-    """Return whether these bytes fit the device and the host."""
-    return needed[0] <= limit_bytes and needed[1] <= timeline.host_limit_bytes
-
-
-def _sizes(limit_bytes: int) -> Iterator[int]:
+def sizes(limit_bytes: int) -> Iterator[int]:
     """Yield the units of a search in bytes, the coarsest first."""
     return iter(dict.fromkeys(max(1, limit_bytes >> digits) for digits in (_COARSE, _FINE)))
 
 
-class _Node(NamedTuple):
-    """A node of the search tree. Nodes are ordered by bound, then by number."""
+class Solver:
+    """Programs of one timeline in units of `size` bytes, which constrain the runs that were found to matter."""
 
-    bound: float
-    number: int
-    kept: Kept
-    patterns: Patterns
+    def __init__(self, timeline: Timeline, job: TrainingJob, size: int, walk: Walk) -> None:
+        self.in_bytes, self.timeline, self.size = timeline, timeline.in_units(size), size
+        self._job, self._walk = job, walk
+        self._runs: set[Run] = set()
+        self.units = [unit for group in timeline.groups for unit in group.units]
+        self._rows = {unit: group for group in timeline.groups for unit in group.units if len(group.units) > 1}
+        self.work = 0.0
+        """CP-SAT's deterministic seconds in all."""
+
+    def program(self, limit_bytes: int, kept: Kept | None = None, **options: Any) -> Program:
+        """Return the program of these options, for None of all; without `runs` it can be relaxed."""
+        timeline = self.timeline if kept is None else self.timeline.keeping(kept)
+        return Program(timeline, self._job, limit_bytes // self.size, **options)
+
+    def solve(
+        self,
+        limit_bytes: int,
+        minimize: Callable[[Program], None],
+        most_work: float = math.inf,
+        *,
+        kept: Kept | None = None,
+        gap: float = MIN_GAIN,
+        **options: Any,
+    ) -> tuple[Layouts | None, Program]:
+        """Return the best layouts and the program that gave them, which says what it proved; None if no solution is
+        found. Layouts exceed the limit only by rounding, or if the work was not enough.
+
+        Args:
+            limit_bytes: the most that a moment may take; for `lowest`, in which case the limit is the objective, at
+                most this.
+            minimize: sets the objective.
+            most_work: CP-SAT's deterministic seconds.
+            kept: the options, for None all.
+            gap: relative gap at which CP-SAT stops.
+            options: those of `Program`.
+        """
+        left = most_work
+        while True:
+            program = self.program(limit_bytes, kept, runs=frozenset(self._runs), **options)
+            minimize(program)
+            layouts = program.solve(max(0.01, left), gap=gap)
+            left, self.work = left - program.work, self.work + program.work
+            if layouts is None or left <= 0:
+                return layouts, program
+            if not self._added(layouts, program.bound * self.size if options.get("lowest") else limit_bytes):
+                return layouts, program
+
+    def _added(self, layouts: Layouts, most: int) -> bool:
+        """Add the runs of units that exceed `most` bytes, of those beside them, and of options with similar peaks,
+        which would be taken next. If all are known, add all that the rows use, whose buffers may be beside other
+        units. Return whether any was new.
+        """
+        moments = self._walk(layouts).moments
+        found: set[Run] = set()
+        for unit in (unit for unit, nbytes in moments.items() if unit in self._rows and nbytes > most):
+            row = self._rows[unit]
+            at = row.units.index(unit)
+            found |= {(row.units, layouts[other]) for other in row.units[max(0, at - 1) : at + 2]}
+            (peak,) = (o.transient for o in row.options if o.layout == layouts[unit])
+            found |= {(row.units, o.layout) for o in row.options if abs(o.transient - peak) <= _ALIKE * peak}
+        if max(moments.values()) > most and found <= self._runs:
+            found = {(row.units, layouts[unit]) for unit, row in self._rows.items()}
+        is_new = not found <= self._runs
+        self._runs |= found
+        return is_new
 
 
-class BranchAndBound:
-    """Searches of one timeline by branch and bound, in units of `size` bytes; costs are in steps of the objective.
-    `needed` says what a plan needs.
+class FastestSearch:
+    """The search for the fastest plan of a timeline under a limit, in units of `size` bytes; costs are in steps of the
+    objective.
     """
 
     def __init__(
-        self, timeline: Timeline, job: TrainingJob, limit_bytes: int, needed: Needed, size: int | None = None
+        self, timeline: Timeline, job: TrainingJob, limit_bytes: int, walk: Walk, size: int | None = None
     ) -> None:
-        self._in_bytes, self._job, self._limit_bytes, self._needed = timeline, job, limit_bytes, needed
-        self._size = size or next(_sizes(limit_bytes))
-        self._timeline, self._limit = timeline.in_units(self._size), limit_bytes // self._size
-        self._groups = {group.units: group for group in self._timeline.groups}
+        self._job, self._limit_bytes, self._walk = job, limit_bytes, walk
+        self._solver = Solver(timeline, job, size or next(sizes(limit_bytes)), walk)
+        self._groups = {group.units: group for group in self._solver.timeline.groups}
         least_s = sum(len(group.units) * min(o.seconds for o in group.options) for group in timeline.groups)
-        self._scale, self._numbers = _RESOLUTION / (least_s or 1.0), itertools.count()
-        self._every = {group: set(group.options) for group in self._timeline.groups}
-        program = self._program(self._every, {}, linear=True)
-        self._root = program.relax()
-        bound = math.inf if program.infeasible else 0.0 if self._root is None else self._root.bound
+        self._scale = _RESOLUTION / (least_s or 1.0)
+        self._program = self._solver.program(limit_bytes)
+        self._program.minimize_seconds(self._scale)
+        self._root = self._program.relax()
+        bound = math.inf if self._program.infeasible else 0.0 if self._root is None else self._root.bound
         self.bound_s = bound / self._scale
         """Lower bound on the seconds of every plan, by the relaxation with every option; infinite if no plan fits."""
 
@@ -156,117 +169,42 @@ class BranchAndBound:
         If too much work would be left, the result is the best plan so far; without a plan it has no layouts and an
         infinite objective.
         """
-        self._best, self._left, self._gap = cutoff_s * self._scale, math.inf, 0.0
-        """Cost of the best plan or the cutoff, least bound of the nodes left out, relative gap of the search."""
-        self._work, self._is_rounded = _MOST_WORK, False
+        if self.bound_s == math.inf:
+            return None
+        self._best, self._left, self._is_rounded = cutoff_s * self._scale, math.inf, False
+        """Cost of the best plan or the cutoff, least bound of what is left out, whether some plan fits by rounding."""
         self._found: Solution | None = None
-        every, relaxed = self._every, self._root
-        if relaxed is None:
-            if self.bound_s < math.inf:
-                self._solve(_Node(0.0, next(self._numbers), every, {}), whole=True)
-        else:
-            few = _FEW
-            while few < max(map(len, every.values())):
-                first = {
-                    self._groups[group.units]: set(sorted(group.options, key=added.__getitem__)[:few])
-                    for group, added in relaxed.added.items()
-                }
-                self._explore(relaxed.bound, first, _FIRST_GAP)
-                if self._best < math.inf:
-                    break
-                few *= _MORE
-            self._left = math.inf  # this search includes what the first one left out
-            self._explore(relaxed.bound, self._worthwhile(relaxed), 0.0)
+        most = max(len(group.options) for group in self._groups.values())
+        few = _FEW
+        while self._root is not None and few < most and self._found is None:
+            first = {
+                self._groups[group.units]: set(sorted(group.options, key=added.__getitem__)[:few])
+                for group, added in self._root.added.items()
+            }
+            self._solve(first, frozenset(), _FIRST_GAP)
+            few *= _MORE
+        self._left = math.inf
+        self._explore(self._program, self._root, frozenset())
         if self._left >= self._best * (1 - MIN_GAIN):
             return self._found
-        if self._is_rounded and (finer := [size for size in _sizes(self._limit_bytes) if size < self._size]):
+        finer = [size for size in sizes(self._limit_bytes) if size < self._solver.size]
+        if self._is_rounded and finer and self._solver.work < _MOST_WORK:
             return self._refined(finer[0], cutoff_s)
         if self._best == math.inf:
-            self._take_any()
+            layouts = least(self._solver.in_bytes, self._job, self._limit_bytes, self._walk, _MOST_WORK)
+            if layouts is not None and fit(self._solver.in_bytes, self._walk(layouts), self._limit_bytes):
+                self._take(layouts)
         found = self._found or Solution(layouts={}, objective=math.inf, bound=0.0)
         return replace(found, bound=self._left / self._scale)
 
     def _refined(self, size: int, cutoff_s: float) -> Solution | None:
         """Return the result of a search in units of this size, for plans faster than the best so far."""
         best_s = cutoff_s if self._found is None else self._found.objective
-        finer = BranchAndBound(self._in_bytes, self._job, self._limit_bytes, self._needed, size)
+        finer = FastestSearch(self._solver.in_bytes, self._job, self._limit_bytes, self._walk, size)
         solution = finer.run(best_s)
         if solution is None or solution.layouts or self._found is None:
             return solution or self._found
         return replace(self._found, bound=max(solution.bound, self._left / self._scale))
-
-    def _explore(self, bound: float, kept: Kept, gap: float) -> None:
-        """Search these options until no remaining node can be faster by more than the relative gap."""
-        self._open: list[_Node] = []
-        self._gap = gap
-        self._push(
-            bound,
-            kept,
-            {group.units: Pattern.undecided(group) for group in self._timeline.groups if len(group.units) > 1},
-        )
-        for visited in itertools.count():
-            if not self._open:
-                return
-            node = heapq.heappop(self._open)
-            if visited == _MOST_NODES or self._work <= 0 or self._is_slow(node.bound):
-                self._left = min(self._left, node.bound)
-                return
-            self._visit(node)
-
-    def _visit(self, node: _Node) -> None:
-        """Bound a node over real, then over whole numbers; branch if an unconstrained moment exceeds the limit, else
-        solve it.
-        """
-        program = self._program(node.kept, node.patterns, linear=True)
-        relaxed = program.relax()
-        if relaxed is None:
-            if not program.infeasible:
-                self._solve(node, whole=True)
-        elif self._is_slow(relaxed.bound):
-            self._leave(relaxed.bound)
-        else:
-            node = node._replace(bound=max(node.bound, relaxed.bound), kept=self._worthwhile(relaxed))
-            if not self._branched(node, program, relaxed.value):
-                self._solve(node, whole=False)
-
-    def _branched(self, node: _Node, program: Program, value: Callable[[Count | int], float]) -> bool:
-        """Branch if the solution of a node's program exceeds the limit at a moment that it does not constrain."""
-        worst = [
-            (found, units)
-            for units, row in program.rows.items()
-            if (found := missed(row, value, self._limit)) is not None
-        ]
-        if worst:
-            found, units = max(worst)
-            self._branch(node, units, found)
-        return bool(worst)
-
-    def _leave(self, bound: float) -> None:
-        """Leave out a node with this bound."""
-        self._left = min(self._left, bound)
-
-    def _take_any(self) -> None:
-        """Adopt any plan that fits, because the search gave up before it found one."""
-        layouts = any_within(self._in_bytes, self._job, self._limit_bytes, self._needed)
-        if layouts is not None:
-            self._take(layouts)
-
-    def _is_slow(self, bound: float) -> bool:
-        """Return whether a node with this bound can be skipped."""
-        return bound > self._best * (1 - self._gap)
-
-    def _branch(self, node: _Node, units: tuple[int, ...], found: MissedMoment) -> None:
-        """Split a node in two: at most `found.at_most` units of the row take the class, or more do."""
-        fewer, more = node.patterns[units].split(self._groups[units], found.number, found.at_most)
-        group, less = self._groups[units], node.kept
-        if found.at_most == 0:
-            less = less | {group: {option for option in less[group] if fewer.classes[option] != found.number}}
-        if less[group]:
-            self._push(node.bound, less, node.patterns | {units: fewer})
-        self._push(node.bound, node.kept, node.patterns | {units: more})
-
-    def _push(self, bound: float, kept: Kept, patterns: Patterns) -> None:
-        heapq.heappush(self._open, _Node(bound, next(self._numbers), kept, patterns))
 
     def _worthwhile(self, relaxed: Relaxation) -> Kept:
         """Return the options that a plan faster than the best may take, at least one of each group."""
@@ -277,48 +215,85 @@ class BranchAndBound:
             for group, added in relaxed.added.items()
         }
 
-    def _program(
-        self, kept: Kept, patterns: Patterns, *, linear: bool, limit: int | None = None, faster: bool = False
-    ) -> Program:
-        """Return the program of all plans, or of those that are faster than the best so far."""
-        program = Program(
-            self._timeline.keeping(kept), self._job, self._limit if limit is None else limit, linear=linear,
-            patterns=patterns,
-        )  # fmt: skip
-        below = faster and self._best < math.inf
-        program.minimize_seconds(
-            self._scale, max(-1, int(self._best) - 1 - int(self._best * MIN_GAIN)) if below else None
-        )
-        return program
+    def _explore(self, program: Program, relaxed: Relaxation | None, forming: frozenset[Mesh]) -> None:
+        """Search a program that was relaxed: branch on a mesh that the relaxation forms in part, else solve it."""
+        if program.infeasible:
+            return
+        if relaxed is None:
+            self._solve(None, forming, 0.0)
+            return
+        if relaxed.bound >= self._best * (1 - MIN_GAIN) or self._solver.work >= _MOST_WORK:
+            self._left = min(self._left, relaxed.bound)
+            return
+        kept = self._worthwhile(relaxed)
+        part = {mesh: abs(relaxed.value(formed) - 0.5) for mesh, formed in program.formed.items()}
+        mesh = min(part, key=part.__getitem__, default=None)
+        if mesh is None or part[mesh] > 0.5 - _WHOLE:
+            self._solve(kept, forming, 0.0, relaxed.bound)
+            return
+        without = {group: {o for o in options if mesh not in o.meshes} for group, options in kept.items()}
+        for less, formed in ((without, forming), (kept, forming | {mesh})):
+            if all(less.values()):
+                child = self._solver.program(self._limit_bytes, less, forming=formed)
+                self._minimize(child)
+                self._explore(child, child.relax(), formed)
 
-    def _solve(self, node: _Node, *, whole: bool) -> None:
-        """Solve a node by CP-SAT: its `whole` program, or the relaxation and after it what that leaves open. Take the
-        plan if it fits by the walk as well. If it does not, a plan that fits is looked for under lower limits, but
-        proves nothing.
+    def _minimize(self, program: Program) -> None:
+        """Set the objective, for plans faster than the best so far."""
+        below = max(-1, int(self._best) - 1 - int(self._best * MIN_GAIN)) if self._best < math.inf else None
+        program.minimize_seconds(self._scale, below)
+
+    def _solve(self, kept: Kept | None, forming: frozenset[Mesh], gap: float, bound: float = 0.0) -> None:
+        """Take the fastest plan of these options, but for the gap. Where only rounding lets it fit, look for another
+        under lower limits, which proves nothing.
         """
-        limit = self._limit
-        for tried in range(_LOWERED if whole else 1):
-            program = self._program(node.kept, node.patterns, linear=not whole, limit=limit, faster=True)
-            layouts = program.solve(min(max(0.01, self._work), _MOST_OF_ONE), gap=max(self._gap, MIN_GAIN))
-            self._work -= program.work
-            needed = (0, 0) if layouts is None else self._needed(layouts)
-            fits = fit(self._in_bytes, needed, self._limit_bytes)
-            node = node if tried else node._replace(bound=max(node.bound, program.bound))
-            if not whole and layouts is not None and not fits and not self._is_slow(node.bound):
-                if not self._branched(node, program, program.value):
-                    self._solve(node, whole=True)
-                return
-            if not tried and not (program.infeasible or (program.optimal and fits and not self._gap)):
-                self._leave(node.bound)
-            if layouts is None or fits or not whole:
+        limit = self._limit_bytes
+        lower = limit - _TERMS * self._solver.size * len(self._solver.units)
+        for most, work in ((lower, _MOST_WORK),) if gap else ((limit, _MOST_WORK), (lower, _LOWERED_WORK)):
+            layouts, program = self._solver.solve(
+                most, self._minimize, min(work, _MOST_WORK - self._solver.work), kept=kept,
+                gap=max(gap, MIN_GAIN), forming=forming,
+            )  # fmt: skip
+            fits = layouts is not None and fit(self._solver.in_bytes, self._walk(layouts), limit)
+            if most == limit and not (program.infeasible or (program.optimal and fits)):
+                self._left = min(self._left, max(bound, program.bound))
+            if layouts is not None and fits:
+                self._take(layouts)
+            if layouts is None or fits:
                 break
             self._is_rounded = True
-            limit -= max(1, -(-(needed[0] - self._limit_bytes) // self._size))
-        if layouts is not None and fits:
-            self._take(layouts)
 
     def _take(self, layouts: Layouts) -> None:
         """Adopt layouts that fit if they cost less than the best so far."""
-        seconds = sum(option.seconds for option in self._in_bytes.chosen(layouts))
+        seconds = sum(option.seconds for option in self._solver.in_bytes.chosen(layouts))
         if (cost := seconds * self._scale) < self._best:
             self._found, self._best = Solution(layouts=layouts, objective=seconds, bound=seconds), cost
+
+
+def least(timeline: Timeline, job: TrainingJob, limit_bytes: int, walk: Walk, most_work: float) -> Layouts | None:
+    """Return the layouts with the lowest peak, but for rounding, or the lowest that CP-SAT finds within `most_work`;
+    None if it finds none up to the limit.
+    """
+    meshes = timeline.communicator_bytes > 0
+    frugal = {group: set(undominated(group.options, by_memory=True, meshes=meshes)) for group in timeline.groups}
+    *_, finest = sizes(limit_bytes)
+    solver = Solver(timeline.keeping(frugal), job, finest, walk)
+    return solver.solve(limit_bytes, Program.minimize_limit, most_work, lowest=True)[0]
+
+
+def simplest(
+    timeline: Timeline, job: TrainingJob, limit_bytes: int, walk: Walk, layouts: Layouts, price_s: float
+) -> Layouts:
+    """Return the layouts with the least sum of seconds and a price for each part of the plan (`Option.parts`), or the
+    given ones if CP-SAT finds none that are as good within `_SIMPLE_WORK`.
+    """
+    seconds, parts = sum(o.seconds for o in timeline.chosen(layouts)), timeline.count_parts(layouts)
+    scale = _RESOLUTION / seconds
+    most = int((seconds + price_s * parts) * scale * (1 + MIN_GAIN))
+    minimize = partial(Program.minimize_seconds, scale=scale, at_most=most, price_s=price_s)
+    for size in sizes(limit_bytes):
+        solver = Solver(timeline, job, size, walk)
+        solved, _ = solver.solve(limit_bytes, minimize, _SIMPLE_WORK)
+        if solved is not None and fit(timeline, walk(solved), limit_bytes):
+            return solved
+    return layouts
