@@ -58,7 +58,7 @@ from hf_osdp.planner.plan import Plan  # noqa: E402
 from hf_osdp.planner.presets import preset  # noqa: E402
 from hf_osdp.planner.problem import PlanningProblem, Strategy  # noqa: E402
 from hf_osdp.planner.search.search import least_memory, search  # noqa: E402
-from hf_osdp.planner.search.strategies import search_spaces  # noqa: E402
+from hf_osdp.planner.space import search_spaces  # noqa: E402
 from hf_osdp.planner.training_job import Precision, TrainingJob  # noqa: E402
 from hf_osdp.quantities import format_bytes  # noqa: E402
 from hf_osdp.tracing.describe import describe  # noqa: E402

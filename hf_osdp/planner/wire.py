@@ -1,5 +1,5 @@
 """Formats of fewer bits for a unit's parameters and gradients on slow links: bytes, the cost to encode and decode, and
-a layout's fields for them. `distributed/wire.py` encodes and sends, `search/wires.py` chooses.
+a layout's fields for them. `distributed/wire.py` encodes and sends, `offered_wires.py` chooses.
 
     bf16    rounded to bfloat16
     int8    codes of 8 bits, with a float32 scale for each block of 256 (ZeRO++, arXiv 2306.10209)

@@ -14,7 +14,7 @@ from ..planner.files import plain
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.search.search import search
-from ..planner.search.strategies import search_spaces
+from ..planner.space import search_spaces
 from .content import Content, report_content, unit_rows
 from .plan_file import PlanInputs
 

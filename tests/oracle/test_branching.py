@@ -18,8 +18,8 @@ from hf_osdp.planner.search.integer_model import IntegerModel
 from hf_osdp.planner.search.options import undominated
 from hf_osdp.planner.search.program import Program
 from hf_osdp.planner.search.search import least_memory, search
-from hf_osdp.planner.search.strategies import batches, search_spaces
 from hf_osdp.planner.search.timeline import BatchCosts, build_timeline
+from hf_osdp.planner.space import batches, search_spaces
 from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from tests.helpers.descriptions import at_random, transformer, ways
 from tests.helpers.problems import problem

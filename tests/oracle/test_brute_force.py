@@ -25,8 +25,8 @@ from hf_osdp.planner.description import (
 from hf_osdp.planner.hardware import Backend, Hardware, HostSpec
 from hf_osdp.planner.optimizers import ADAFACTOR
 from hf_osdp.planner.search.search import search
-from hf_osdp.planner.search.strategies import batches, search_spaces
 from hf_osdp.planner.search.timeline import SHORT_ROW, BatchCosts, build_timeline
+from hf_osdp.planner.space import batches, search_spaces
 from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.wire import WireFormat
 from tests.helpers.descriptions import at_random, with_frozen

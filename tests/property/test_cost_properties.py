@@ -14,8 +14,8 @@ from hf_osdp.planner.hardware import Backend, Collective, Hardware
 from hf_osdp.planner.presets import preset_names
 from hf_osdp.planner.search.candidates import Candidate
 from hf_osdp.planner.search.remedies import _rounded_up
-from hf_osdp.planner.search.strategies import batches, divisors, search_spaces
 from hf_osdp.planner.search.timeline import BatchCosts
+from hf_osdp.planner.space import batches, divisors, search_spaces
 from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.quantities import format_bytes, parse_bytes
 from tests.helpers.descriptions import at_random

@@ -30,7 +30,7 @@ from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import search
-from hf_osdp.planner.search.strategies import search_spaces
+from hf_osdp.planner.space import search_spaces
 from hf_osdp.planner.split import WHOLE_BLOCKS, ModelSplit
 from hf_osdp.planner.training_job import Precision, TrainingJob
 from hf_osdp.tracing.describe import describe

@@ -57,8 +57,8 @@ def test_public_names_resolve_and_others_do_not():
 
 
 MODULES = {
-    "wire formats": ("planner/wire.py", "planner/search/wires.py", "distributed/wire.py", "planner/decision.py",
-                     "planner/search/strategies.py", "sharding/apply.py"),
+    "wire formats": ("planner/wire.py", "planner/offered_wires.py", "distributed/wire.py", "planner/decision.py",
+                     "planner/space.py", "sharding/apply.py"),
     "offloading": ("",),
     **dict.fromkeys(("operators in slices", "loss in chunks"), ("modeling/split/", "planner/split.py")),
     **dict.fromkeys(("Muon", "8- and 4-bit optimizers"), ("sharding/optimizers/", "planner/optimizers.py")),

@@ -16,9 +16,9 @@ from ..cost.units import UnitBytes
 from ..decision import Batch, Space, UnitLayout
 from ..placement import Activations
 from ..problem import PlanningProblem, Strategy
+from ..space import batches, search_spaces
 from .options import Option, Timeline
 from .solver import FastestSearch, Layouts, Solution, fit, least, simplest
-from .strategies import batches, search_spaces
 from .timeline import BatchCosts, build_timeline
 
 UNLIMITED = 2**60

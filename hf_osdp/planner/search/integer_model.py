@@ -153,9 +153,7 @@ class IntegerModel:
         solver = cp_model.CpSolver()
         parameters = solver.parameters
         parameters.num_workers, parameters.random_seed = 1, 0  # equal programs give equal plans
-        if self._is_small and self._model.has_objective():  # without one, presolving takes longer than the search
-            parameters.linearization_level = 2
-        else:
+        if not self._is_small:
             parameters.cp_model_presolve, parameters.cut_level, parameters.use_implied_bounds = False, 0, False
         parameters.max_deterministic_time, parameters.relative_gap_limit = most_work, gap
         status = solver.solve(self._model)

@@ -11,7 +11,7 @@ from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.optimizers import ADAFACTOR
 from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.problem import Strategy
-from hf_osdp.planner.search.strategies import batches, search_spaces
+from hf_osdp.planner.space import batches, search_spaces
 from hf_osdp.planner.split import ModelSplit, OperatorSplit
 from hf_osdp.planner.training_job import Precision, TrainingJob, divisors
 from tests.helpers.descriptions import transformer, ways, with_frozen

@@ -10,8 +10,8 @@ from hf_osdp.planner.cost.units import unit_seconds
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import DType, GatherSpan
 from hf_osdp.planner.hardware import Collective, CollectiveTiming
+from hf_osdp.planner.offered_wires import fastest_wires
 from hf_osdp.planner.plan import Plan
-from hf_osdp.planner.search.wires import fastest_wires
 from hf_osdp.planner.training_job import EXACT, FORMATS, Precision, TrainingJob, formats_up_to
 from hf_osdp.planner.wire import WireFormat
 from hf_osdp.preparation.config import OSDPConfig

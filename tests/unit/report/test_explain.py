@@ -10,7 +10,7 @@ from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.files import plain
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.search.search import least_memory, search
-from hf_osdp.planner.search.strategies import search_spaces
+from hf_osdp.planner.space import search_spaces
 from hf_osdp.planner.training_job import TrainingJob
 from hf_osdp.report.content import report_content, unit_rows
 from hf_osdp.report.explain import explain

@@ -7,17 +7,17 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ...errors import refuse_first
-from ..affine import Affine
-from ..cost.placement import host_of
-from ..cost.units import shape_ids
-from ..decision import Batch, Space, UnitLayout, layouts_for
-from ..description import GatherSpan, UnitDescription
-from ..hardware import Hardware
-from ..placement import ACTIVATION_OPTION, Activations, Place, activation_choices
-from ..problem import PlanningProblem, Strategy
-from ..training_job import EXACT, TrainingJob, divisors
-from .wires import with_wires
+from ..errors import refuse_first
+from .affine import Affine
+from .cost.placement import host_of
+from .cost.units import shape_ids
+from .decision import Batch, Space, UnitLayout, layouts_for
+from .description import GatherSpan, UnitDescription
+from .hardware import Hardware
+from .offered_wires import with_wires
+from .placement import ACTIVATION_OPTION, Activations, Place, activation_choices
+from .problem import PlanningProblem, Strategy
+from .training_job import EXACT, TrainingJob, divisors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

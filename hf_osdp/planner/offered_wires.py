@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..cost.collectives import Ring, between_ring, replicate_ring, shard_ring
-from ..cost.units import unit_seconds
-from ..decision import Space, UnitLayout
-from ..description import DType, UnitDescription
-from ..hardware import Hardware
-from ..problem import PlanningProblem
-from ..training_job import TrainingJob, formats_up_to
-from ..wire import WireFormat
+from .cost.collectives import Ring, between_ring, replicate_ring, shard_ring
+from .cost.units import unit_seconds
+from .decision import Space, UnitLayout
+from .description import DType, UnitDescription
+from .hardware import Hardware
+from .problem import PlanningProblem
+from .training_job import TrainingJob, formats_up_to
+from .wire import WireFormat
 
 
 def with_wires(problem: PlanningProblem, shapes: Sequence[int], spaces: Iterable[Space]) -> list[Space]:
