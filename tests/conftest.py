@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
 import sys
 import tempfile
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -67,6 +70,24 @@ def searches_are_not_kept() -> None:
     """Let each test search for itself: many replace what a search calls."""
     if module := sys.modules.get("hf_osdp.planner.search.search"):
         module._searched.cache_clear()
+        _check_proofs(module)
+
+
+def _check_proofs(module: ModuleType) -> None:
+    """Let each plan of few units that a search returns be checked without the search."""
+    found = module._Search.simple
+    if found.func.__name__ == "checked":
+        return
+    from tests.proof import MOST_UNITS, check
+
+    def checked(self: Any) -> Any:
+        result = found.func(self)
+        if result is not None and len(result.plan.units) <= MOST_UNITS:
+            check(result.plan, self._problem)
+        return result
+
+    module._Search.simple = functools.cached_property(checked)
+    module._Search.simple.__set_name__(module._Search, "simple")
 
 
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
