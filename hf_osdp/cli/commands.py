@@ -14,8 +14,9 @@ from ..planner.search.compare import frontier
 from ..quantities import format_seconds
 from ..report.content import comparison_content, outcome_content, report_content
 from ..report.explain import explain as explain_plan
+from ..report.explain import prove
 from ..report.plan_file import PlanInputs, plan_file_content, read_plan_file, write_json
-from ..report.tables import comparison_table, explanation_parts, plan_parts
+from ..report.tables import comparison_table, explanation_parts, plan_parts, proof_lines
 from .cases import Case
 from .options import JsonFile, PlotFile, Request, option
 from .output import Output
@@ -55,6 +56,9 @@ def explain(
     plan_file: Annotated[
         Path, typer.Argument(metavar="PLAN", help="A file from `hf-osdp plan --output`, or a run's osdp_report.json.")
     ],
+    proof: Annotated[
+        bool, typer.Option("--proof", help="Print what is proven instead: bound, gap, moments at the limit.")
+    ] = False,
     json_file: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
@@ -67,9 +71,11 @@ def explain(
                 f"{plan_file} holds only a plan; give a file from `hf-osdp plan --output`, or a run's"
                 " osdp_report.json, which also hold the plan's inputs."
             )
-        content = explain_plan(found, inputs)
-    del content["inputs"]  # the file has them
-    screen.print(*explanation_parts(content))
+        if proof and (inputs.hardware is None or found.memory_limit_bytes is None or found.step_s is None):
+            raise ValueError(f"{plan_file} has no hardware, limit or seconds to prove; plan with `hf-osdp plan`.")
+        content = prove(found, inputs) if proof else explain_plan(found, inputs)
+    content.pop("inputs", None)  # the file has them
+    screen.print(*(proof_lines(content) if proof else explanation_parts(content)))
     screen.write(content)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,14 +14,16 @@ from ..planner.decision import UnitLayout
 from ..planner.files import plain
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
-from ..planner.search.search import search
+from ..planner.search.search import bounds, search
 from ..planner.space import search_spaces
 from .content import Content, report_content, unit_rows
-from .plan_file import PlanInputs
+from .plan_file import PlanInputs, plan_file_content
 
 _GAIN = 1.001
 """Throughput ratio above which a change counts as a gain; smaller gains are rounding errors of the objective."""
 _UNLIMITED = 2**60 - 1
+BINDING = 3
+"""Moments of a proof."""
 
 
 def explain(plan: Plan, inputs: PlanInputs) -> Content:
@@ -51,6 +54,37 @@ def explain(plan: Plan, inputs: PlanInputs) -> Content:
         row["next_fitting"] = next((other for other in others if other["fits"]), None)
     now = plan.global_batch_size / content["estimated"]["step_s"]
     return {**content, "bottleneck": None if limit is None else _find_bottleneck(now, problem)}
+
+
+def prove(plan: Plan, inputs: PlanInputs) -> Content:
+    """Return what is proven of a plan: limit, seconds, the bound on those of every plan, in all and by batch (None
+    where none fits), and the `BINDING` moments with the least memory free.
+
+    The bound is searched again; hardware and limit must be known.
+    """
+    assert inputs.hardware is not None and plan.memory_limit_bytes is not None
+    problem = inputs.problem(plan.memory_limit_bytes, plan.strategy)
+    bound_s, by_batch = bounds(problem)
+    memory, step_s = inputs.estimate(plan).memory, plan.step_s
+    outside = sum(memory.outside(inputs.hardware).values())
+    highest = sorted(memory.moments, key=lambda moment: -moment.total_bytes)[:BINDING]
+    return {
+        "plan": plan_file_content(plan, inputs)["plan"],
+        "bound_s": bound_s,
+        "gap": None if step_s is None else max(0.0, 1 - bound_s / step_s),
+        "margin_bytes": plan.memory_limit_bytes - problem.room_bytes,
+        "batches": [
+            {
+                "micro_batch_size": batch.micro_batch_size, "accumulation_steps": batch.accumulation_steps,
+                "bound_s": None if least_s == math.inf else least_s,
+            }
+            for batch, least_s in by_batch.items()
+        ],
+        "binding": [
+            {"phase": one.phase, "unit": one.unit, "free_bytes": problem.room_bytes - outside - one.total_bytes}
+            for one in highest
+        ],
+    }  # fmt: skip
 
 
 def _changed(

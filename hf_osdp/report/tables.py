@@ -220,6 +220,33 @@ def explanation_parts(content: Content) -> list[Part]:
     return parts
 
 
+def proof_lines(content: Content) -> list[str]:
+    """Return what is proven of a plan (`explain.prove`), in some ten lines."""
+    plan = plan_of(content)
+    assert plan.memory_limit_bytes is not None and plan.peak_bytes is not None and plan.step_s is not None
+    margin = f", of which a margin of {format_bytes(content['margin_bytes'])} stays free" * (
+        content["margin_bytes"] > 0
+    )
+    batches = [
+        f"{one['micro_batch_size']} x {one['accumulation_steps']}: "
+        + ("none fits" if one["bound_s"] is None else f"{format_seconds(one['bound_s'])} or more")
+        for one in content["batches"]
+    ]
+    return [
+        f"Limit: {format_bytes(plan.memory_limit_bytes)} per device{margin}.",
+        f"Plan {plan.fingerprint}: {format_seconds(plan.step_s)} a step, peak {format_bytes(plan.peak_bytes)};"
+        f" {batch_text(plan)}.",
+        *([f"Simpler: {plan.simplified}."] if plan.simplified else []),
+        f"Bound: by the cost model no plan of {plan.strategy} takes less than {format_seconds(content['bound_s'])}.",
+        f"Gap: {content['gap']:.2%}." if content["gap"] > _NO_GAP else "Gap: 0, none is faster.",
+        f"By micro-batch x micro-steps, before a search: {'; '.join(batches)}.",
+        *(
+            f"Free in {one['phase']} of {one['unit']}: {format_bytes(one['free_bytes'])}."
+            for one in content["binding"]
+        ),
+    ]
+
+
 def _peak_table(content: Content) -> Table:
     """Return the bytes at the peak by kind, largest first, with their share of the limit or of the peak."""
     estimated, limit = content["estimated"], content["plan"]["memory_limit_bytes"]
@@ -233,6 +260,10 @@ def _peak_table(content: Content) -> Table:
     figures = ["bytes", "of the limit" if limit else "of the peak"]
     title = f"Bytes at the peak: {estimated['peak_phase']} of {estimated['peak_unit']}"
     return make_table(title, rows, text=[""], figures=figures)
+
+
+_NO_GAP = 1e-6
+"""Gap up to which times count as equal: the search's steps of cost."""
 
 
 def _change(other: Content | None) -> str:

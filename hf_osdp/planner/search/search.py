@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ..cost.memory import MemoryEstimate, estimate_memory
 from ..cost.timing import TimeEstimate, estimate_time
-from ..decision import UnitLayout
+from ..decision import Batch, UnitLayout
 from ..plan import Plan
 from ..problem import PlanningProblem, Strategy
 from .candidates import Candidate, possible_candidates
@@ -83,6 +83,17 @@ def least_memory(problem: PlanningProblem) -> int:
     return problem.hardware.limit_for(_searched(problem).least().peak_bytes)
 
 
+def bounds(problem: PlanningProblem) -> tuple[float, dict[Batch, float]]:
+    """Return a lower bound on the step time of every plan, and one by batch that was known before it was searched;
+    infinite where no plan fits.
+    """
+    searched, by_batch = _searched(problem), dict[Batch, float]()
+    best = searched.best()
+    for candidate, bound_s in searched.bounds_s.items():
+        by_batch[candidate.batch] = min(bound_s, by_batch.get(candidate.batch, math.inf))
+    return math.inf if best is None else best.time.step_s * (1 - (best.plan.gap or 0.0)), by_batch
+
+
 class _Search:
     """A problem's candidates and the results of searching them."""
 
@@ -90,7 +101,7 @@ class _Search:
         self.candidates = possible_candidates(problem)
         self._problem = problem
         self._limit = limit = problem.hardware.tensor_bytes(problem.memory_limit_bytes)
-        self._bounds_s = {
+        self.bounds_s = {
             candidate: math.inf if candidate.floor_bytes > limit else candidate.least_s
             for candidate in self.candidates
         }
@@ -139,7 +150,7 @@ class _Search:
         """Return the fastest plan; None if none is faster than the cutoff."""
         best: tuple[Candidate, Solution] | None = None
         best_s = bound_s = cutoff_s
-        waiting = [(bound, number) for number, bound in enumerate(self._bounds_s.values())]
+        waiting = [(bound, number) for number, bound in enumerate(self.bounds_s.values())]
         heapq.heapify(waiting)
         while waiting and waiting[0][0] < best_s:
             _, number = heapq.heappop(waiting)
@@ -148,8 +159,8 @@ class _Search:
             if solution is None:
                 if candidate not in self._solvers:
                     self._solvers[candidate] = solver = candidate.solver(self._limit)
-                    self._bounds_s[candidate] = max(solver.bound_s, self._bounds_s[candidate])
-                    heapq.heappush(waiting, (self._bounds_s[candidate], number))  # another may now come first
+                    self.bounds_s[candidate] = max(solver.bound_s, self.bounds_s[candidate])
+                    heapq.heappush(waiting, (self.bounds_s[candidate], number))  # another may now come first
                     continue
                 solution = self._solvers[candidate].run(best_s)
             if solution is not None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from hf_osdp.errors import InfeasibleError
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.files import plain
 from hf_osdp.planner.plan import Plan, UnitDecision
@@ -13,8 +14,9 @@ from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planner.space import search_spaces
 from hf_osdp.planner.training_job import TrainingJob
 from hf_osdp.report.content import report_content, unit_rows
-from hf_osdp.report.explain import explain
+from hf_osdp.report.explain import BINDING, explain, prove
 from hf_osdp.report.plan_file import PlanInputs
+from hf_osdp.report.tables import proof_lines
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem
@@ -97,3 +99,24 @@ def test_binding_is_what_gains_most_where_it_is_loosened(kind, hardware, job, li
         assert found["peak_bytes"] == free.peak_bytes
     batches = {"batch": 128, "micro-batch": free.micro_batch_size}
     assert kind not in batches or found["batch_size"] == batches[kind]
+
+
+@pytest.mark.parametrize("simplicity", [0.0, 0.05])
+def test_proof_bounds_every_batch_and_names_the_moments_at_the_limit(simplicity):
+    asked = replace(problem(MODEL, HARDWARE, JOB, LIMIT), simplicity=simplicity)
+    plan, bound_s = search(asked).plan, search(replace(asked, simplicity=0.0)).time.step_s
+    content = prove(plan, PlanInputs.of(asked))
+    assert content["bound_s"] == pytest.approx(bound_s) and content["gap"] == pytest.approx(1 - bound_s / plan.step_s)
+    sizes = [one["micro_batch_size"] for one in content["batches"]]
+    assert sizes == list(JOB.micro_batch_sizes(HARDWARE.world_size))
+    for one in content["batches"]:
+        fixed = replace(asked, job=replace(JOB, micro_batch_size=one["micro_batch_size"]), simplicity=0.0)
+        try:
+            assert one["bound_s"] <= search(fixed).time.step_s * (1 + 1e-9)
+        except InfeasibleError:
+            assert one["bound_s"] is None
+    free = [one["free_bytes"] for one in content["binding"]]
+    assert len(free) == BINDING and free == sorted(free) and free[0] == asked.room_bytes - plan.peak_bytes
+    lines = proof_lines(content)
+    assert len(lines) <= 10 and any(line.startswith("Gap: 0") for line in lines) == (content["gap"] < 1e-6)
+    assert any(line.startswith("Simpler: ") for line in lines) == bool(plan.simplified)
