@@ -6,8 +6,8 @@ are multipliers of rows, and for any multipliers
 
     bound = Σ_r y_r · (lower bound of row r if y_r > 0, else upper) + Σ_j min over x_j of d_j x_j,   d = c - Aᵀ y
 
-is a lower bound on the objective (Neumaier and Shcherbina 2004). It is computed in Python's whole numbers. That a
-program is infeasible is believed if this bound is positive for the least loosening of rows that makes it feasible.
+is a lower bound on the objective (Neumaier and Shcherbina 2004). It is computed in Python's whole numbers. Only CP-SAT
+says that a program is infeasible.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ..decision import UnitLayout
 from .options import Option, Timeline, UnitGroup
@@ -43,8 +43,6 @@ _SLACK = 1e-7
 of this row would say what an option adds, and not its reduced cost."""
 _FAR = 2**62
 """No row has such a bound, but for those without one."""
-_LOOSE = 2**10
-"""Most loosening of a row, relative to its largest coefficient."""
 
 
 class Proof(NamedTuple):
@@ -63,10 +61,6 @@ class _Row(NamedTuple):
     low: int
     high: int
 
-    @property
-    def scale(self) -> int:
-        return max(map(abs, self.coefficients), default=1) or 1
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relaxation:
@@ -76,8 +70,8 @@ class Relaxation:
     """Lower bound on the objective of every plan."""
     added: dict[UnitGroup, dict[Option, float]]
     """Reduced costs: the least that a unit with this option adds to the bound."""
-    value: Callable[[Count | int], float]
-    """Value of a variable, or of a number."""
+    value: Callable[[Count], float]
+    """Value of a variable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -132,11 +126,9 @@ class IntegerModel:
         self._most_level = min(most, 2 * self._most_bytes)
         self._is_small = max(limit_bytes, timeline.host_limit_bytes) <= _SMALL
         self.infeasible = self.optimal = False
-        """Whether the last `solve` or `relax` proved that no solution exists; that there is no better one."""
+        """Whether the last `solve` proved that no solution exists; that there is no better one."""
         self.bound = 0
         """Lower bound on the objective that the last `solve` proved."""
-        self.value: Callable[[Count | int], float] = lambda number: cast(int, number)
-        """Value of a variable in the last solution, or of a number."""
         self.work = 0.0
         """CP-SAT's deterministic seconds in the last `solve`."""
 
@@ -163,13 +155,10 @@ class IntegerModel:
         if self.infeasible or status == cp_model.UNKNOWN:
             return None
         assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE), solver.status_name(status)
-        self.value = solver.value
         return self._assigned(solver.value)
 
     def relax(self) -> Relaxation | None:
-        """Return the minimum of a model without runs over real numbers; None if none exists (`infeasible`, proven), or
-        GLOP finds none.
-        """
+        """Return the minimum of a model without runs over real numbers; None if GLOP finds none."""
         rows, domains = _rows(self._model.proto), [tuple(v.domain) for v in self._model.proto.variables]
         objective = self._model.proto.objective
         costs = [0] * len(domains)
@@ -177,22 +166,7 @@ class IntegerModel:
             costs[index] = int(cost)
         found = _minimum(rows, domains, costs)
         if found is None:
-            loosened = [
-                row._replace(
-                    variables=[*row.variables, len(domains)],
-                    coefficients=[*row.coefficients, row.scale if row.low > -_FAR else -row.scale],
-                )
-                for row in rows
-                if row.low != row.high
-            ]
-            least = _minimum(
-                [*loosened, *(row for row in rows if row.low == row.high)],
-                [*domains, (0, _LOOSE)],
-                [*([0] * len(domains)), 1],
-            )
-            self.infeasible = least is not None and least[0].bound > 0
             return None
-        self.infeasible = False
         proof, values = found
         added = {
             group: {o: proof.reduced[x.index] / 2**_SHIFT for o, x in zip(group.options, own.counts, strict=True)}
@@ -201,7 +175,7 @@ class IntegerModel:
         return Relaxation(
             bound=-(-proof.bound >> _SHIFT) + int(objective.offset),
             added=added,
-            value=lambda variable: variable if isinstance(variable, int) else values[variable.index],
+            value=lambda variable: values[variable.index],
         )
 
     def _assigned(self, number: Callable[[Count], int]) -> dict[int, UnitLayout]:

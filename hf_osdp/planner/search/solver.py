@@ -4,7 +4,7 @@ Bytes are in coarse units, rounded so that no moment of a plan has more than it 
 seconds are rounded down. So what the program calls infeasible is infeasible, and its optimum bounds the time of every
 plan from below. The walk through a step (`cost/moments.py`) says what fits, to the byte. Where the program's best plan
 does not fit, the runs that break the limit get constraints, and the program is solved again. Where a plan fits by
-rounding alone, a gap is left, and the search goes on in finer units.
+rounding alone, a gap is left.
 
 The linear relaxation's reduced costs bound how much an option adds at least, and exclude most options (reduced-cost
 fixing: Dantzig, Fulkerson, Johnson 1954). A first plan, from few options, says how much is too much.
@@ -13,7 +13,7 @@ fixing: Dantzig, Fulkerson, Johnson 1954). A first plan, from few options, says 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -27,9 +27,8 @@ from .program import Program
 
 _RESOLUTION = 2**30
 """Whole numbers into which the seconds of each unit's fastest option are divided, all together."""
-_COARSE, _FINE = 28, 31
-"""Binary digits of the limit in the first units of a search, and in its finest. With 20, many plans fit by rounding
-alone."""
+_DIGITS = 31
+"""Binary digits of the limit in the units of a search. With 20, many plans fit by rounding alone."""
 _FEW, _MORE = 12, 4
 """Options of each group in the search for a first plan, and the factor by which they grow while none is found."""
 _FIRST_GAP = 1e-3
@@ -67,9 +66,9 @@ def fit(timeline: Timeline, needed: Needed, limit_bytes: int) -> bool:
     return needed.device <= limit_bytes and needed.host <= timeline.host_limit_bytes
 
 
-def sizes(limit_bytes: int) -> Iterator[int]:
-    """Yield the units of a search in bytes, the coarsest first."""
-    return iter(dict.fromkeys(max(1, limit_bytes >> digits) for digits in (_COARSE, _FINE)))
+def unit_of(limit_bytes: int) -> int:
+    """Return the unit of a search in bytes; 1 below 4 GiB."""
+    return max(1, limit_bytes >> _DIGITS)
 
 
 class Solver:
@@ -143,24 +142,19 @@ class Solver:
 
 
 class FastestSearch:
-    """The search for the fastest plan of a timeline under a limit, in units of `size` bytes; costs are in steps of the
-    objective.
-    """
+    """The search for the fastest plan of a timeline under a limit; costs are in steps of the objective."""
 
-    def __init__(
-        self, timeline: Timeline, job: TrainingJob, limit_bytes: int, walk: Walk, size: int | None = None
-    ) -> None:
+    def __init__(self, timeline: Timeline, job: TrainingJob, limit_bytes: int, walk: Walk) -> None:
         self._job, self._limit_bytes, self._walk = job, limit_bytes, walk
-        self._solver = Solver(timeline, job, size or next(sizes(limit_bytes)), walk)
+        self._solver = Solver(timeline, job, unit_of(limit_bytes), walk)
         self._groups = {group.units: group for group in self._solver.timeline.groups}
         least_s = sum(len(group.units) * min(o.seconds for o in group.options) for group in timeline.groups)
         self._scale = _RESOLUTION / (least_s or 1.0)
         self._program = self._solver.program(limit_bytes)
         self._program.minimize_seconds(self._scale)
         self._root = self._program.relax()
-        bound = math.inf if self._program.infeasible else 0.0 if self._root is None else self._root.bound
-        self.bound_s = bound / self._scale
-        """Lower bound on the seconds of every plan, by the relaxation with every option; infinite if no plan fits."""
+        self.bound_s = 0.0 if self._root is None else self._root.bound / self._scale
+        """Lower bound on the seconds of every plan, by the relaxation with every option."""
 
     def run(self, cutoff_s: float = math.inf) -> Solution | None:
         """Return the fastest layouts with every moment within the limit; None if no plan both fits and is faster than
@@ -169,10 +163,8 @@ class FastestSearch:
         If too much work would be left, the result is the best plan so far; without a plan it has no layouts and an
         infinite objective.
         """
-        if self.bound_s == math.inf:
-            return None
-        self._best, self._left, self._is_rounded = cutoff_s * self._scale, math.inf, False
-        """Cost of the best plan or the cutoff, least bound of what is left out, whether some plan fits by rounding."""
+        self._best, self._left = cutoff_s * self._scale, math.inf
+        """Cost of the best plan or the cutoff, least bound of what is left out."""
         self._found: Solution | None = None
         most = max(len(group.options) for group in self._groups.values())
         few = _FEW
@@ -184,27 +176,15 @@ class FastestSearch:
             self._solve(first, frozenset(), _FIRST_GAP)
             few *= _MORE
         self._left = math.inf
-        self._explore(self._program, self._root, frozenset())
+        self._explore(self._program, self._root, None, frozenset())
         if self._left >= self._best * (1 - MIN_GAIN):
             return self._found
-        finer = [size for size in sizes(self._limit_bytes) if size < self._solver.size]
-        if self._is_rounded and finer and self._solver.work < _MOST_WORK:
-            return self._refined(finer[0], cutoff_s)
         if self._best == math.inf:
             layouts = least(self._solver.in_bytes, self._job, self._limit_bytes, self._walk, _MOST_WORK)
             if layouts is not None and fit(self._solver.in_bytes, self._walk(layouts), self._limit_bytes):
                 self._take(layouts)
         found = self._found or Solution(layouts={}, objective=math.inf, bound=0.0)
         return replace(found, bound=self._left / self._scale)
-
-    def _refined(self, size: int, cutoff_s: float) -> Solution | None:
-        """Return the result of a search in units of this size, for plans faster than the best so far."""
-        best_s = cutoff_s if self._found is None else self._found.objective
-        finer = FastestSearch(self._solver.in_bytes, self._job, self._limit_bytes, self._walk, size)
-        solution = finer.run(best_s)
-        if solution is None or solution.layouts or self._found is None:
-            return solution or self._found
-        return replace(self._found, bound=max(solution.bound, self._left / self._scale))
 
     def _worthwhile(self, relaxed: Relaxation) -> Kept:
         """Return the options that a plan faster than the best may take, at least one of each group."""
@@ -215,12 +195,14 @@ class FastestSearch:
             for group, added in relaxed.added.items()
         }
 
-    def _explore(self, program: Program, relaxed: Relaxation | None, forming: frozenset[Mesh]) -> None:
-        """Search a program that was relaxed: branch on a mesh that the relaxation forms in part, else solve it."""
-        if program.infeasible:
-            return
+    def _explore(
+        self, program: Program, relaxed: Relaxation | None, kept: Kept | None, forming: frozenset[Mesh]
+    ) -> None:
+        """Search a program of these options that was relaxed: branch on a mesh that the relaxation forms in part, else
+        solve it.
+        """
         if relaxed is None:
-            self._solve(None, forming, 0.0)
+            self._solve(kept, forming, 0.0)
             return
         if relaxed.bound >= self._best * (1 - MIN_GAIN) or self._solver.work >= _MOST_WORK:
             self._left = min(self._left, relaxed.bound)
@@ -236,7 +218,7 @@ class FastestSearch:
             if all(less.values()):
                 child = self._solver.program(self._limit_bytes, less, forming=formed)
                 self._minimize(child)
-                self._explore(child, child.relax(), formed)
+                self._explore(child, child.relax(), less, formed)
 
     def _minimize(self, program: Program) -> None:
         """Set the objective, for plans faster than the best so far."""
@@ -248,7 +230,7 @@ class FastestSearch:
         under lower limits, which proves nothing.
         """
         limit = self._limit_bytes
-        lower = limit - _TERMS * self._solver.size * len(self._solver.units)
+        lower = limit - _TERMS * (self._solver.size - 1) * len(self._solver.units)
         for most, work in ((lower, _MOST_WORK),) if gap else ((limit, _MOST_WORK), (lower, _LOWERED_WORK)):
             layouts, program = self._solver.solve(
                 most, self._minimize, min(work, _MOST_WORK - self._solver.work), kept=kept,
@@ -261,7 +243,6 @@ class FastestSearch:
                 self._take(layouts)
             if layouts is None or fits:
                 break
-            self._is_rounded = True
 
     def _take(self, layouts: Layouts) -> None:
         """Adopt layouts that fit if they cost less than the best so far."""
@@ -276,8 +257,7 @@ def least(timeline: Timeline, job: TrainingJob, limit_bytes: int, walk: Walk, mo
     """
     meshes = timeline.communicator_bytes > 0
     frugal = {group: set(undominated(group.options, by_memory=True, meshes=meshes)) for group in timeline.groups}
-    *_, finest = sizes(limit_bytes)
-    solver = Solver(timeline.keeping(frugal), job, finest, walk)
+    solver = Solver(timeline.keeping(frugal), job, unit_of(limit_bytes), walk)
     return solver.solve(limit_bytes, Program.minimize_limit, most_work, lowest=True)[0]
 
 
@@ -291,9 +271,5 @@ def simplest(
     scale = _RESOLUTION / seconds
     most = int((seconds + price_s * parts) * scale * (1 + MIN_GAIN))
     minimize = partial(Program.minimize_seconds, scale=scale, at_most=most, price_s=price_s)
-    for size in sizes(limit_bytes):
-        solver = Solver(timeline, job, size, walk)
-        solved, _ = solver.solve(limit_bytes, minimize, _SIMPLE_WORK)
-        if solved is not None and fit(timeline, walk(solved), limit_bytes):
-            return solved
-    return layouts
+    solved, _ = Solver(timeline, job, unit_of(limit_bytes), walk).solve(limit_bytes, minimize, _SIMPLE_WORK)
+    return solved if solved is not None and fit(timeline, walk(solved), limit_bytes) else layouts
