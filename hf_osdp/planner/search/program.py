@@ -116,8 +116,8 @@ class Program(IntegerModel):
         one unit needs it.
         """
         nbytes = self._timeline.communicator_bytes
-        self.formed = formed = self._taken(lambda o: o.meshes) if nbytes else {}
-        for mesh in self._forming & formed.keys():
+        self.formed = formed = self._taken(lambda o: sorted(o.meshes)) if nbytes else {}
+        for mesh in sorted(self._forming & formed.keys()):
             self._model.add(formed[mesh] >= 1)
         more: Bytes = sum(groups_in([mesh]) * nbytes * literal for mesh, literal in formed.items())
         if REPLICAS in formed and WHOLE_WORLD in formed:

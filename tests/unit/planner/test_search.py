@@ -1,6 +1,10 @@
 """What a search says beside the plan: bounds, rows of a comparison, fronts, why nothing fits; sizes nobody has."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -127,3 +131,27 @@ def test_search_never_solves_for_options_that_no_device_holds():
     found = search(problem(replace(model, segments=huge), machine(1, 1), job, 2 * least))
     blocks = [unit for unit in found.plan.units if unit.fqn.startswith("b")]
     assert blocks and all(unit.activations == Activations.RECOMPUTE for unit in blocks)
+
+
+@pytest.mark.parametrize("seeds", [(0, 2, 5), pytest.param((1, 3, 4, 6, 7), marks=pytest.mark.slow)], ids=str)
+def test_plan_is_the_same_whatever_the_order_of_sets(seeds):
+    """Equal plans are many in a row of equal blocks; the search takes the first in an order that it states."""
+    code = (
+        "from hf_osdp.planner.presets import preset\n"
+        "from hf_osdp.planner.search.search import least_memory, search\n"
+        "from hf_osdp.planner.training_job import Precision, TrainingJob\n"
+        "from tests.helpers.descriptions import transformer\n"
+        "from tests.helpers.problems import problem\n"
+        "hardware = preset('a100-40', nodes=2, devices_per_node=4)\n"
+        "asked = transformer(layers=16, hidden=2048), hardware, TrainingJob(64, precision=Precision.named('bf16'))\n"
+        "least = least_memory(problem(*asked))\n"
+        "for factor in (1.02, 1.2, 2): print(search(problem(*asked, int(factor * least))).plan.fingerprint)\n"
+    )
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": str(seed)}, capture_output=True,
+            text=True, check=True, timeout=120, cwd=Path(__file__).parents[3],
+        ).stdout
+        for seed in seeds
+    ]  # fmt: skip
+    assert len(found[0].split()) == 3 and len(set(found)) == 1
