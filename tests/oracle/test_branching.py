@@ -1,6 +1,7 @@
 """The search finds what CP-SAT proves of the program with every run, and leaves out nothing that is better."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 
@@ -54,6 +55,11 @@ def question(seed: int):
 
 def steps(timeline) -> float:
     return 2**32 / sum(len(g.units) * max(o.seconds for o in g.options) for g in timeline.groups)
+
+
+def holding_nothing(description):
+    """The model without what is held beside recomputed blocks: a space has some, or none."""
+    return replace(description, segments=tuple(replace(s, held_bytes=Affine()) for s in description.segments))
 
 
 def every_run(timeline):
@@ -187,9 +193,7 @@ def test_option_that_is_left_out_lowers_no_moment(seed):
         optimizer=OptimizerSpec(states=2, step=dice.choice(list(OptimizerStep))),
     )  # fmt: skip
     description = at_random(seed, kinds=2, blocks=4, recomputable=True, tied=dice.random() < 0.3)
-    # what is held beside recomputed blocks depends on all units: a search space has some, or none
-    description = replace(description, segments=tuple(replace(s, held_bytes=Affine()) for s in description.segments))
-    asked = problem(description, hardware, job)
+    asked = problem(holding_nothing(description), hardware, job)
     (batch,) = batches(job, hardware.world_size)
     *_, space = search_spaces(asked, batch)
     candidate = Candidate(problem=asked, batch=batch, costs=BatchCosts(asked, batch), space=space)
@@ -204,3 +208,42 @@ def test_option_that_is_left_out_lowers_no_moment(seed):
             assert with_other.device <= with_option.device and with_other.host <= with_option.host
             lowered += 1
     assert lowered or all(len(group.options) < 10 for group in groups)
+
+
+@pytest.mark.parametrize("seed", slow_but(range(100), daily=range(6)))
+def test_program_accepts_every_plan_that_fits_and_with_all_runs_no_other(seed):
+    """Whatever runs are constrained, under a plan's own peak as limit; a byte less is too little if all are."""
+    dice = random.Random(seed)
+    hardware = small_hardware(dice)
+    hardware = replace(hardware, host=replace(small_host(dice), memory_bytes=10**9) if dice.random() < 0.3 else None)
+    job = TrainingJob(
+        global_batch_size=2 * hardware.world_size, micro_batch_size=dice.choice([1, 2]),
+        precision=Precision.named(dice.choice(["no", "bf16"])),
+        optimizer=OptimizerSpec(states=2, step=dice.choice(list(OptimizerStep))),
+    )  # fmt: skip
+    asked = problem(holding_nothing(at_random(seed, kinds=1, blocks=12, recomputable=True)), hardware, job)
+    (batch,) = batches(job, hardware.world_size)
+    *_, space = search_spaces(asked, batch)
+    candidate = Candidate(problem=asked, batch=batch, costs=BatchCosts(asked, batch), space=space)
+    timeline = candidate.timeline
+    runs = sorted(every_run(timeline), key=lambda run: (run[0], str(run[1])))
+    for _ in range(4):
+        few = {g: sorted(dice.sample(range(len(g.options)), min(3, len(g.options)))) for g in timeline.groups}
+        taken = {
+            g: Counter(dice.choice(few[g]) for _ in g.units) if len(g.units) > 1 else Counter([dice.choice(few[g])])
+            for g in timeline.groups
+        }
+        layouts = {}
+        for group in timeline.groups:
+            layouts |= group.assign([taken[group][k] for k in range(len(group.options))])
+        needed, every = candidate.needed(layouts), frozenset(runs)
+        some = frozenset(dice.sample(runs, min(len(runs), 3)))
+        for limit, constrained, fits in (
+            (needed.device, frozenset(), True), (needed.device, some, True), (needed.device, every, True),
+            (needed.device - 1, every, False),
+        ):  # fmt: skip
+            program = Program(timeline, job, limit, runs=constrained)
+            for group, own in program._groups.items():
+                for k, x in enumerate(own.counts):
+                    program._model.add(x == taken[group][k])
+            assert (program.solve() is not None) == fits, (limit - needed.device, len(constrained))

@@ -143,7 +143,8 @@ def test_plan_is_the_same_whatever_the_order_of_sets(seeds):
         "from tests.helpers.descriptions import transformer\n"
         "from tests.helpers.problems import problem\n"
         "hardware = preset('a100-40', nodes=2, devices_per_node=4)\n"
-        "asked = transformer(layers=16, hidden=2048), hardware, TrainingJob(global_batch_size=64, precision=Precision.named('bf16'))\n"
+        "job = TrainingJob(global_batch_size=64, precision=Precision.named('bf16'))\n"
+        "asked = transformer(layers=16, hidden=2048), hardware, job\n"
         "least = least_memory(problem(*asked))\n"
         "for factor in (1.02, 1.2, 2): print(search(problem(*asked, int(factor * least))).plan.fingerprint)\n"
     )
