@@ -27,8 +27,9 @@ from .program import Program
 
 _RESOLUTION = 2**30
 """Whole numbers into which the seconds of each unit's fastest option are divided, all together."""
-_DIGITS = 31
-"""Binary digits of the limit in the units of a search. With 20, many plans fit by rounding alone."""
+_DIGITS, _LEAST_DIGITS = 28, 31
+"""Binary digits of the limit in the units of a search, and in those of a search for the least peak. With 20, many
+plans fit by rounding alone; with 31, plans of nearly equal seconds take CP-SAT long to tell apart."""
 _FEW, _MORE = 12, 4
 """Options of each group in the search for a first plan, and the factor by which they grow while none is found."""
 _FIRST_GAP = 1e-3
@@ -66,9 +67,9 @@ def fit(timeline: Timeline, needed: Needed, limit_bytes: int) -> bool:
     return needed.device <= limit_bytes and needed.host <= timeline.host_limit_bytes
 
 
-def unit_of(limit_bytes: int) -> int:
-    """Return the unit of a search in bytes; 1 below 4 GiB."""
-    return max(1, limit_bytes >> _DIGITS)
+def unit_of(limit_bytes: int, digits: int = _DIGITS) -> int:
+    """Return the unit of a search in bytes."""
+    return max(1, limit_bytes >> digits)
 
 
 class Solver:
@@ -257,7 +258,7 @@ def least(timeline: Timeline, job: TrainingJob, limit_bytes: int, walk: Walk, mo
     """
     meshes = timeline.communicator_bytes > 0
     frugal = {group: set(undominated(group.options, by_memory=True, meshes=meshes)) for group in timeline.groups}
-    solver = Solver(timeline.keeping(frugal), job, unit_of(limit_bytes), walk)
+    solver = Solver(timeline.keeping(frugal), job, unit_of(limit_bytes, _LEAST_DIGITS), walk)
     return solver.solve(limit_bytes, Program.minimize_limit, most_work, lowest=True)[0]
 
 
