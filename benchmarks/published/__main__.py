@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .choice import choice_table
-from .memory import memory_table
+from .memory import memory_table, peak_ratio
 from .own import own_table
 from .rows import FOLDER, Row, read_rows
 from .runs import Run, hardware_of
@@ -104,6 +104,30 @@ def device_table(results: Sequence[Result]) -> tuple[str, bool]:
     return "\n".join(lines), met
 
 
+def kind_table(results: Sequence[Result]) -> str:
+    """Return a line for each kind of training of the judging rows of fms_memory.csv: peaks of tensors and seconds."""
+    lines = [
+        "| kind | rows | memory, estimated / published | mean error | time, likewise | mean error | worst |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    own = [result for result in results if result.row.file == "fms_memory.csv" and not result.row.is_fitted]
+    for kind in dict.fromkeys(result.row.kind for result in own):
+        alike = [result for result in own if result.row.kind == kind]
+        memory = [peak_ratio(result.run) for result in alike if result.row["peak_memory_gib"]]
+        times = [1 / result.ratio for result in alike]
+        shown, errors = zip(*(_shown(ratios) for ratios in (memory, times)), strict=True)
+        worst = max((abs(ratio - 1) for ratio in times), default=0.0)
+        lines.append(f"| {kind} | {len(alike)} | {shown[0]} | {errors[0]} | {shown[1]} | {errors[1]} | {worst:.0%} |")
+    return "\n".join(lines)
+
+
+def _shown(ratios: Sequence[float]) -> tuple[str, str]:
+    if not ratios:
+        return "-", "-"
+    mean = statistics.fmean(abs(ratio - 1) for ratio in ratios)
+    return ", ".join(f"{ratio:.3f}" for ratio in ratios), f"{mean:.1%}"
+
+
 def fit_table(results: Sequence[Result]) -> str:
     """Return for each device the share of its peak in products that the fitted rows have, beside the preset's."""
     lines = ["| device | share fitted | share in the preset |", "| --- | ---: | ---: |"]
@@ -141,7 +165,7 @@ def left_out_table(rows: Sequence[Row]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=FOLDER, help="folder of throughput.csv and more_throughput.csv")
+    parser.add_argument("--data", type=Path, default=FOLDER, help="folder of the three files of rows")
     parser.add_argument("--fit", action="store_true", help="fit the share of the peak that products reach")
     parser.add_argument("--choice", action="store_true", help="plan 20 problems by these rates and by data sheets")
     options = parser.parse_args()
@@ -151,7 +175,7 @@ def main() -> int:
     parts = [
         "## Rows", row_table(results), "## Not estimated", left_out_table(rows), "## Memory", memory_table(
             [result.run for result in results]
-        ), "## This project's H100", own_table(), "## Devices", devices,
+        ), "## This project's H100", own_table(), "## Devices", devices, "## Kinds", kind_table(results),
     ]  # fmt: skip
     parts += ["## Fit", fit_table(results)] if options.fit else []
     parts += ["## Choice", choice_table()] if options.choice else []

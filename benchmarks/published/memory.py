@@ -41,6 +41,11 @@ def memory_table(runs: Sequence[Run]) -> str:
     return "\n".join([*lines, "", f"{len(runs) - refused} of {len(runs)} runs are feasible."])
 
 
+def peak_ratio(run: Run) -> float:
+    """Return the estimated peak of tensors over the published one."""
+    return run.estimate(hardware_of(run.row)).memory.peak_bytes / (GIB * float(run.row["peak_memory_gib"]))
+
+
 def _own_loss(run: Run, peak: int) -> str:
     """Return the bytes that the loss of transformers adds to a run with a fused loss: copies of logits in float32."""
     if not run.row["model"].startswith("mpt"):

@@ -6,8 +6,10 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep
+
 FOLDER = Path(__file__).with_name("data")
-FILES = ("throughput.csv", "more_throughput.csv")
+FILES = ("throughput.csv", "more_throughput.csv", "fms_memory.csv")
 
 DEVICES = {
     "h100": "h100", "H100": "h100", "H100-80GB HBM3": "h100", "H100 (DGX)": "h100", "H100-80GB SXM": "h100",
@@ -18,22 +20,32 @@ DEVICES = {
     "RTX 3090": "rtx-3090", "RTX 3090 (280 W, no NVLink, old board)": "rtx-3090",
     "RTX 4090": "rtx-4090", "RTX 4090 (PCIe4 x16, no P2P)": "rtx-4090", "RTX A6000": "a6000",
     "V100-SXM2-16GB": "v100-16", "V100-SXM2-32GB (DGX-1)": "v100-32", "B200": "b200",
+    "B200 183G": "b200", "H100-80G SXM": "h100",
 }  # fmt: skip
 """Presets by the devices' names in the rows; rows of other devices are not estimated."""
 STRATEGIES = {
     "fsdp": "full shard", "FSDP": "full shard", "FSDP2": "full shard", "FSDP1 full_shard": "full shard",
     "FSDP1 ZeRO-3": "full shard", "HSDP": "hybrid", "DDP": "replicas", "DDP (apex)": "replicas",
-    "FSDP1 NO_SHARD (DDP)": "replicas", "single": "replicas",
+    "FSDP1 NO_SHARD (DDP)": "replicas", "single": "replicas", "FSDP1 full shard (accelerate)": "full shard",
+    "FSDP2 dp 16": "full shard",
 }  # fmt: skip
-IN_4_BITS = ("bf16+nf4 base", "bf16 + bnb nf4 base", "bf16-true + bnb nf4-dq")
+IN_4_BITS = ("bf16+nf4 base", "bf16 + bnb nf4 base", "bf16-true + bnb nf4-dq", "nf4 base + bf16 LoRA")
 """Precisions of runs whose base is in 4 bits."""
 PRECISIONS = ("bf16", "bf16, fp32 reduce", "bf16, bf16 reduce", "bf16-true", "bf16 autocast, fp32 params",
-              "fp16 (apex O2)", "fp16 (amp)", *IN_4_BITS)  # fmt: skip
+              "fp16 (apex O2)", "fp16 (amp)", "fp16 autocast, fp32 weights",
+              "pure bf16 (parameters, gradients, moments)", *IN_4_BITS)  # fmt: skip
 ATTENTION = {
     "flash": "sdpa", "sdpa": "sdpa", "SDPA": "sdpa", "SDPA flash v2": "sdpa", "SDPA/flex": "sdpa",
     "flash attention 2": "sdpa", "SDPA causal": "sdpa", "eager matmul-softmax": "eager",
+    "flash-attn 2": "sdpa", "manual (torch 1.12)": "eager",
 }  # fmt: skip
-OPTIMIZERS = ("adamw", "AdamW", "FusedAdam")
+OPTIMIZERS = {
+    "adamw": OptimizerSpec(), "AdamW": OptimizerSpec(), "FusedAdam": OptimizerSpec(),
+    "AdamW (adamw_torch, foreach)": OptimizerSpec(step=OptimizerStep.FOREACH),
+    "SGD momentum (timm benchmark default, unchecked)": OptimizerSpec(name="sgd", states=1),
+}  # fmt: skip
+ASSUMED = {"huggingface/accelerate PR 4022": {"attention": "flash-attn 2", "optimizer": "AdamW"}}
+"""Fields that a source leaves out, as trl recommends and sets them."""
 CHECKPOINTING = ("none", "full")
 
 
@@ -47,7 +59,8 @@ class Row:
     fields: dict[str, str]
 
     def __getitem__(self, name: str) -> str:
-        return self.fields.get(name, "")
+        assumed = next((more for source, more in ASSUMED.items() if self.fields["source"].startswith(source)), {})
+        return self.fields.get(name) or assumed.get(name, "")
 
     def count(self, name: str, default: int = 1) -> int:
         return int(float(self[name])) if self[name] else default
@@ -65,6 +78,13 @@ class Row:
     @property
     def is_in_4_bits(self) -> bool:
         return self["precision"] in IN_4_BITS
+
+    @property
+    def kind(self) -> str:
+        """What is trained: experts, adapters of a base in 4 bits, adapters or all parameters."""
+        if "experts" in self["model"]:
+            return "experts"
+        return "4 bits" if self.is_in_4_bits else "LoRA" if self["lora_rank"] else "full"
 
     @property
     def accumulation(self) -> int:
@@ -86,6 +106,7 @@ class Row:
             f"{self['gpus']} x {self.device}",
             f"batch {self['micro_batch']}",
         ]
+        parts += [f"LoRA {self['lora_rank']}"] if self["lora_rank"] else []
         parts += ["recomputed"] if self["checkpointing"] != "none" else []
         return ", ".join([*parts, *(["base in 4 bits"] if self.is_in_4_bits else [])])
 
@@ -105,6 +126,9 @@ class Row:
             (self["strategy"] not in STRATEGIES, f"strategy {self['strategy']}"),
             (self["precision"] not in PRECISIONS, f"precision {self['precision']}"),
             (not self["micro_batch"] or not self["layers"], "settings are not published"),
+            ("WITHIN 3 %" in notes, "memory within 3 % of the card's, where the allocator takes time"),
+            ("liger" in notes, "fused kernels (Liger)"),
+            (self.is_in_4_bits and "experts" in self["model"], "experts in 4 bits"),
             ("vocabulary head" in notes, "a head over chosen tokens"),
             (not self["checkpointing"] or self["checkpointing"] not in CHECKPOINTING,
              f"recomputation {self['checkpointing'] or 'unknown'}"),

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 import transformers
 from torch import library, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.modeling.quantized import quantize
@@ -26,7 +29,7 @@ from hf_osdp.preparation.cache import cache_folder, code_hash
 from hf_osdp.reading import read_json
 from hf_osdp.tracing.describe import describe
 
-from .rows import ATTENTION, STRATEGIES, Row
+from .rows import ATTENTION, OPTIMIZERS, STRATEGIES, Row
 
 HOPPER_FLASH_2 = 335e12
 """FLOP/s of FlashAttention-2 on an H100, forward and backward, causal, heads of 128, as its authors' chart shows
@@ -63,8 +66,9 @@ class Run:
         batch = Batch(micro_batch_size=row.count("micro_batch"), accumulation_steps=row.accumulation)
         layouts = [_layout(row, unit.span, batch) for unit in description.units]
         job = TrainingJob(
-            global_batch_size=world * batch.micro_batch_size * batch.accumulation_steps, precision=precision_of(row)
-        )
+            global_batch_size=world * batch.micro_batch_size * batch.accumulation_steps, precision=precision_of(row),
+            optimizer=OPTIMIZERS[row["optimizer"]],
+        )  # fmt: skip
         return cls(
             row=row, description=description, plan=Plan.of(description, layouts, batch, world_size=world), job=job
         )
@@ -112,12 +116,12 @@ def precision_of(row: Row) -> Precision:
     """Return the dtypes of gathered parameters and reduced gradients, or autocast."""
     text = row["precision"]
     if (
-        text == "bf16-true"
+        text in ("bf16-true", "pure bf16 (parameters, gradients, moments)")
         or row.is_in_4_bits
         or (text == "bf16" and (row["lora_rank"] or "torchtune" in row["source"]))
     ):
         return Precision()  # weights in bf16
-    if text in ("fp16 (amp)", "bf16 autocast, fp32 params"):
+    if text in ("fp16 (amp)", "fp16 autocast, fp32 weights", "bf16 autocast, fp32 params"):
         return Precision(compute=DType.FLOAT16 if "fp16" in text else DType.BFLOAT16, autocast=True)
     if text.startswith("fp16"):
         return Precision(compute=DType.FLOAT16, reduce=DType.FLOAT16)
@@ -148,11 +152,23 @@ def described(row: Row, *, own_loss: bool = False) -> ModelDescription:
         "activation_checkpointing": row["checkpointing"] == "full",
         "recomputation": False,
     }
-    fused = row["model"].startswith("mpt") and not own_loss
+    loss = None if own_loss else next((one for name, one in LOSSES.items() if row["model"].startswith(name)), None)
     config = config_of(row)
     in_low = weights if precision.compute is None else None
     rank = row.count("lora_rank", 0)
-    key = repr((code_hash(), sorted(options.items()), config.to_json_string(), fused, in_low, rank, row.is_in_4_bits))
+    key = repr(
+        (
+            code_hash(),
+            sorted(options.items()),
+            config.to_json_string(),
+            loss and loss.__name__,
+            in_low,
+            rank,
+            row.is_in_4_bits,
+            row["source"],
+            row["notes"] if rank else "",
+        )
+    )
     folder = cache_folder()
     path = folder and folder / "published" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     if path is not None and path.exists():
@@ -162,12 +178,12 @@ def described(row: Row, *, own_loss: bool = False) -> ModelDescription:
         model = model.to(getattr(torch, in_low.value))
     if row.is_in_4_bits:
         quantize(model, "nf4", weights)
+        if row["source"].endswith("refs/a100_80gb.csv"):
+            _prepare_as_peft(model)
     if rank:
-        model = _with_adapters(
-            model, rank, in_dtype_of_base="FSDP1" in row["strategy"] or "torchtune" in row["source"]
-        )
-    if fused:
-        options["loss"] = fused_loss
+        model = _with_adapters(model, row)
+    if loss is not None:
+        options["loss"] = loss
     found = describe(model, **options)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -175,17 +191,44 @@ def described(row: Row, *, own_loss: bool = False) -> ModelDescription:
     return found
 
 
-def _with_adapters(model: nn.Module, rank: int, *, in_dtype_of_base: bool) -> nn.Module:
-    """Add LoRA adapters to all projections of the blocks, in float32 or in the base's dtype: FSDP1 flattens parameters
-    of one dtype only, and torchtune has one dtype for all.
+def _with_adapters(model: nn.Module, row: Row) -> nn.Module:
+    """Add LoRA adapters to all projections of the blocks, or to those of attention where the row says so.
+
+    They are in float32, or in the base's dtype: FSDP1 flattens parameters of one dtype only, except where peft's policy
+    wraps adapters by themselves, and torchtune has one dtype for all.
     """
     import peft
 
-    config = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    of_attention = "LoRA on q,k,v,o" in row["notes"]
+    config = peft.LoraConfig(
+        r=row.count("lora_rank"), task_type="CAUSAL_LM", lora_dropout=0.1 if of_attention else 0.0,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"] if of_attention else "all-linear",
+    )  # fmt: skip
     adapted = peft.get_peft_model(model, config)
-    for parameter in adapted.parameters() if in_dtype_of_base else ():
+    alike = "torchtune" in row["source"] or ("FSDP1" in row["strategy"] and not of_attention)
+    for parameter in adapted.parameters() if alike else ():
         parameter.data = parameter.data.to(torch.bfloat16) if parameter.requires_grad else parameter.data
     return adapted
+
+
+def _prepare_as_peft(model: nn.Module) -> None:
+    """Cast to float32 what is not quantized, as peft's `prepare_model_for_kbit_training`, which trl called."""
+    for parameter in model.parameters():
+        if type(parameter).__name__ != "Params4bit":
+            parameter.data = parameter.data.float()
+    model.set_attn_implementation("published")
+
+
+def _flash_attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """Attend in bf16, to which transformers' FlashAttention-2 casts what is in float32."""
+    in_low = (tensor.to(torch.bfloat16) for tensor in (query, key, value))
+    return sdpa_attention_forward(module, *in_low, *args, **options)
+
+
+AttentionInterface.register("published", _flash_attention)
+AttentionMaskInterface.register("published", sdpa_mask)
 
 
 def config_of(row: Row) -> Any:
@@ -204,6 +247,40 @@ def config_of(row: Row) -> Any:
             num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, vocab_size=vocabulary,
             intermediate_size=4 * hidden, architectures=[HEAD_OF_BERT], **attention,
         )  # fmt: skip
+    if row["model"].startswith("GPTBigCode"):
+        return transformers.GPTBigCodeConfig(
+            n_layer=layers, n_embd=hidden, n_head=heads, n_inner=row.count("ffn"), n_positions=length,
+            vocab_size=vocabulary, architectures=["GPTBigCodeForCausalLM"], **attention,
+        )  # fmt: skip
+    if row["model"].startswith("vit"):
+        return transformers.ViTConfig(
+            num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads,
+            intermediate_size=row.count("ffn"), patch_size=16 if "patch16" in row["model"] else 32,
+            num_labels=vocabulary,
+            architectures=["ViTForImageClassification"], **attention,
+        )  # fmt: skip
+    like_llama = {
+        "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "vocab_size": vocabulary,
+        "num_key_value_heads": row.count("kv_heads", heads), "max_position_embeddings": length, **attention,
+    }  # fmt: skip
+    if row["model"].startswith("Mistral"):  # its window of 4096 is the whole sample
+        return transformers.MistralConfig(
+            **like_llama, intermediate_size=row.count("ffn"), sliding_window=None, architectures=["MistralForCausalLM"]
+        )
+    if row["model"].startswith("Mixtral"):
+        return transformers.MixtralConfig(
+            **like_llama, intermediate_size=row.count("ffn"), architectures=["MixtralForCausalLM"]
+        )
+    if row["model"].startswith("PowerLM"):
+        return transformers.GraniteConfig(
+            **like_llama, intermediate_size=row.count("ffn"), tie_word_embeddings=True,
+            architectures=["GraniteForCausalLM"],
+        )  # fmt: skip
+    if row["model"].startswith("Qwen3-30B-A3B"):
+        return transformers.Qwen3MoeConfig(
+            **like_llama, intermediate_size=6144, moe_intermediate_size=row.count("ffn"), num_experts=128,
+            num_experts_per_tok=8, head_dim=128, architectures=["Qwen3MoeForCausalLM"],
+        )  # fmt: skip
     if row["model"].startswith("Qwen"):  # the first Qwen: Llama's blocks, half of the stated width in each projection
         return transformers.LlamaConfig(
             num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, vocab_size=vocabulary,
@@ -211,11 +288,8 @@ def config_of(row: Row) -> Any:
             architectures=["LlamaForCausalLM"], **attention,
         )  # fmt: skip
     return transformers.LlamaConfig(
-        num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, vocab_size=vocabulary,
-        num_key_value_heads=row.count("kv_heads", heads),
-        intermediate_size=row.count("ffn", 0) or _WIDTHS[row["model"]],
-        max_position_embeddings=length, tie_word_embeddings="3.2" in row["model"],
-        architectures=["LlamaForCausalLM"], **attention,
+        **like_llama, intermediate_size=row.count("ffn", 0) or _WIDTHS[row["model"]],
+        tie_word_embeddings="3.2" in row["model"], architectures=["LlamaForCausalLM"],
     )  # fmt: skip
 
 
@@ -256,3 +330,14 @@ def fused_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Ten
     labels = batch["labels"].roll(-1, dims=-1)
     loss: torch.Tensor = _FusedCrossEntropy.apply(logits.flatten(0, -2), labels.flatten())
     return loss
+
+
+def plain_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the loss of logits in their own dtype, as GPTBigCode computed it in transformers 4.48."""
+    logits = model(input_ids=batch["input_ids"]).logits[..., :-1, :].contiguous()
+    labels = batch["labels"][..., 1:].contiguous()
+    return nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+
+LOSSES = {"mpt": fused_loss, "GPTBigCode": plain_loss}
+"""Losses that differ from those of the installed transformers, by the first letters of the model's name."""
