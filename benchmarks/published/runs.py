@@ -194,8 +194,8 @@ def described(row: Row, *, own_loss: bool = False) -> ModelDescription:
 def _with_adapters(model: nn.Module, row: Row) -> nn.Module:
     """Add LoRA adapters to all projections of the blocks, or to those of attention where the row says so.
 
-    They are in float32, or in the base's dtype: FSDP1 flattens parameters of one dtype only, except where peft's policy
-    wraps adapters by themselves, and torchtune has one dtype for all.
+    They are in float32, or in the base's dtype: FSDP1 flattens parameters of one dtype only, except where peft's
+    policy wraps adapters by themselves, and torchtune has one dtype for all.
     """
     import peft
 
