@@ -145,6 +145,7 @@ class IntegerModel:
         solver = cp_model.CpSolver()
         parameters = solver.parameters
         parameters.num_workers, parameters.random_seed = 1, 0  # equal programs give equal plans
+        parameters.linearization_level = 2
         if not self._is_small:
             parameters.cp_model_presolve, parameters.cut_level, parameters.use_implied_bounds = False, 0, False
         parameters.max_deterministic_time, parameters.relative_gap_limit = most_work, gap

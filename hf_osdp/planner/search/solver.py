@@ -39,8 +39,8 @@ _WHOLE = 1e-6
 _ALIKE = 0.03
 _TERMS = 16
 """Most terms of a unit at one moment, each of which is rounded down."""
-_MOST_WORK, _SIMPLE_WORK, _LOWERED_WORK = 5.0, 0.5, 0.2
-"""Limits of CP-SAT's work in one search, to find a simpler plan, and to find one that fits without rounding. Beyond
+_MOST_WORK, _MOST_OF_ONE, _SIMPLE_WORK, _LOWERED_WORK = 4.0, 2.0, 0.5, 0.2
+"""Limits of CP-SAT's work in one search, on one part of it, to find a simpler plan, and to find one that fits without rounding. Beyond
 the first the search returns its best plan, with the gap that it proved. Work is in CP-SAT's deterministic seconds: no
 limit depends on a clock, so that equal problems always give equal plans."""
 Layouts: TypeAlias = Mapping[int, UnitLayout]
@@ -232,7 +232,7 @@ class FastestSearch:
         """
         limit = self._limit_bytes
         lower = limit - _TERMS * (self._solver.size - 1) * len(self._solver.units)
-        for most, work in ((lower, _MOST_WORK),) if gap else ((limit, _MOST_WORK), (lower, _LOWERED_WORK)):
+        for most, work in ((lower, _MOST_OF_ONE),) if gap else ((limit, _MOST_OF_ONE), (lower, _LOWERED_WORK)):
             layouts, program = self._solver.solve(
                 most, self._minimize, min(work, _MOST_WORK - self._solver.work), kept=kept,
                 gap=max(gap, MIN_GAIN), forming=forming,
