@@ -37,12 +37,13 @@ _FIRST_GAP = 1e-3
 _WHOLE = 1e-6
 """Distance from a whole number that counts as none."""
 _ALIKE = 0.03
+"""Relative difference up to which peaks are similar."""
 _TERMS = 16
 """Most terms of a unit at one moment, each of which is rounded down."""
 _MOST_WORK, _MOST_OF_ONE, _SIMPLE_WORK, _LOWERED_WORK = 4.0, 2.0, 0.5, 0.2
-"""Limits of CP-SAT's work in one search, on one part of it, to find a simpler plan, and to find one that fits without rounding. Beyond
-the first the search returns its best plan, with the gap that it proved. Work is in CP-SAT's deterministic seconds: no
-limit depends on a clock, so that equal problems always give equal plans."""
+"""Limits of CP-SAT's work in one search, on one part of it, to find a simpler plan, and to find one that fits without
+rounding. Beyond the first the search returns its best plan, with the gap that it proved. Work is in CP-SAT's
+deterministic seconds: no limit depends on a clock, so that equal problems always give equal plans."""
 Layouts: TypeAlias = Mapping[int, UnitLayout]
 Walk: TypeAlias = Callable[[Layouts], Needed]
 """What a plan needs, by the walk."""
