@@ -71,8 +71,8 @@ def explain(
                 f"{plan_file} holds only a plan; give a file from `hf-osdp plan --output`, or a run's"
                 " osdp_report.json, which also hold the plan's inputs."
             )
-        if proof and (inputs.hardware is None or found.memory_limit_bytes is None or found.step_s is None):
-            raise ValueError(f"{plan_file} has no hardware, limit or seconds to prove; plan with `hf-osdp plan`.")
+        if proof and (inputs.hardware is None or found.memory_limit_bytes is None):
+            raise ValueError(f"{plan_file} has no hardware or no limit to prove; plan with `hf-osdp plan`.")
         content = prove(found, inputs) if proof else explain_plan(found, inputs)
     content.pop("inputs", None)  # the file has them
     screen.print(*(proof_lines(content) if proof else explanation_parts(content)))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from ..errors import InfeasibleError
+from ..errors import InfeasibleError, PlanError
 from ..planner.cost.memory import bytes_needed
 from ..planner.cost.timing import UnitTimer
 from ..planner.decision import UnitLayout
@@ -16,6 +16,7 @@ from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.search.search import bounds, search
 from ..planner.space import search_spaces
+from ..quantities import format_bytes
 from .content import Content, report_content, unit_rows
 from .plan_file import PlanInputs, plan_file_content
 
@@ -60,18 +61,29 @@ def prove(plan: Plan, inputs: PlanInputs) -> Content:
     """Return what is proven of a plan: limit, seconds, the bound on those of every plan, in all and by batch (None
     where none fits), and the `BINDING` moments with the least memory free.
 
-    The bound is searched again; hardware and limit must be known.
+    The plan is estimated and the bound searched again; hardware and limit must be known. Raise InfeasibleError if no
+    plan fits, and PlanError if this one does not.
     """
     assert inputs.hardware is not None and plan.memory_limit_bytes is not None
-    problem = inputs.problem(plan.memory_limit_bytes, plan.strategy)
+    problem, estimate = inputs.problem(plan.memory_limit_bytes, plan.strategy), inputs.estimate(plan)
+    search(problem)  # or say why not
     bound_s, by_batch = bounds(problem)
-    memory, step_s = inputs.estimate(plan).memory, plan.step_s
+    memory, peak = estimate.memory, estimate.memory.on(inputs.hardware)
+    assert estimate.time is not None
+    if peak > problem.room_bytes:
+        raise PlanError(
+            f"The plan needs {format_bytes(peak)} of {format_bytes(problem.room_bytes)} by this version's estimate, so"
+            " that nothing is proven of it; plan again."
+        )
+    step_s = estimate.time.step_s
     outside = sum(memory.outside(inputs.hardware).values())
     highest = sorted(memory.moments, key=lambda moment: -moment.total_bytes)[:BINDING]
     return {
         "plan": plan_file_content(plan, inputs)["plan"],
+        "step_s": step_s,
+        "peak_bytes": peak,
         "bound_s": bound_s,
-        "gap": None if step_s is None else max(0.0, 1 - bound_s / step_s),
+        "gap": max(0.0, 1 - bound_s / step_s),
         "margin_bytes": plan.memory_limit_bytes - problem.room_bytes,
         "batches": [
             {

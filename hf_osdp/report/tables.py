@@ -223,7 +223,7 @@ def explanation_parts(content: Content) -> list[Part]:
 def proof_lines(content: Content) -> list[str]:
     """Return what is proven of a plan (`explain.prove`), in some ten lines."""
     plan = plan_of(content)
-    assert plan.memory_limit_bytes is not None and plan.peak_bytes is not None and plan.step_s is not None
+    assert plan.memory_limit_bytes is not None
     margin = f", of which a margin of {format_bytes(content['margin_bytes'])} stays free" * (
         content["margin_bytes"] > 0
     )
@@ -234,9 +234,10 @@ def proof_lines(content: Content) -> list[str]:
     ]
     return [
         f"Limit: {format_bytes(plan.memory_limit_bytes)} per device{margin}.",
-        f"Plan {plan.fingerprint}: {format_seconds(plan.step_s)} a step, peak {format_bytes(plan.peak_bytes)};"
-        f" {batch_text(plan)}.",
+        f"Plan {plan.fingerprint}: {format_seconds(content['step_s'])} a step, peak"
+        f" {format_bytes(content['peak_bytes'])}; {batch_text(plan)}.",
         *([f"Simpler: {plan.simplified}."] if plan.simplified else []),
+        *([] if plan.split.is_none else [f"Cut, as every plan that this is held against: {plan.split.describe()}."]),
         f"Bound: by the cost model no plan of {plan.strategy} takes less than {format_seconds(content['bound_s'])}.",
         f"Gap: {content['gap']:.2%}." if content["gap"] > _NO_GAP else "Gap: 0, none is faster.",
         f"By micro-batch x micro-steps, before a search: {'; '.join(batches)}.",

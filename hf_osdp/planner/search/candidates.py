@@ -18,7 +18,7 @@ from ..placement import Activations
 from ..problem import PlanningProblem, Strategy
 from ..space import batches, search_spaces
 from .options import Option, Timeline
-from .solver import FastestSearch, Layouts, Solution, fit, least, simplest
+from .solver import FastestSearch, Layouts, Solution, any_within, fit, least, simplest
 from .timeline import BatchCosts, build_timeline
 
 UNLIMITED = 2**60
@@ -119,16 +119,19 @@ class Candidate:
         """Return the plan with the lowest peak, and this peak as `needed` gives it; it is exact up to 4 GiB, above to
         about one part in a million. None if the solver finds no plan below so many bytes within `LEAST_WORK`.
         """
+        job, plan = self.problem.job, self.frugal()
         best: tuple[Layouts, int] | None = None
-        for plan in (self.frugal(), self._each(lambda o: (o.host, o.stays))):
-            needed = self.needed(plan)
-            if needed.host <= self.timeline.host_limit_bytes and (below is None or needed.device < below):
-                best, below = (plan, needed.device), needed.device
-        assert below is not None, "a candidate's least states fit the host"
-        found = None if self.floor_bytes >= below else least(
-            self.timeline, self.problem.job, below - 1, self.needed, LEAST_WORK
-        )  # fmt: skip
-        if found is None or self.needed(found).device >= below:
+        if (needed := self.needed(plan)).host > self.timeline.host_limit_bytes and below is None:
+            possible = any_within(self.timeline, job, UNLIMITED, self.needed)
+            assert possible is not None, "a candidate's least states fit the host"
+            plan, needed = dict(possible), self.needed(possible)
+        if needed.host <= self.timeline.host_limit_bytes and (below is None or needed.device < below):
+            best, below = (plan, needed.device), needed.device
+        assert below is not None, "it is the plan's peak"
+        found = None
+        if self.floor_bytes < below:
+            found = least(self.timeline, job, below - 1, self.needed, LEAST_WORK)
+        if found is None or not self._fit(found, below - 1):
             return best
         return found, self.needed(found).device
 

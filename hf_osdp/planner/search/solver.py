@@ -162,8 +162,8 @@ class FastestSearch:
         """Return the fastest layouts with every moment within the limit; None if no plan both fits and is faster than
         the cutoff.
 
-        If too much work would be left, the result is the best plan so far; without a plan it has no layouts and an
-        infinite objective.
+        If too much work would be left, the result is the best plan so far, without a cutoff any plan that fits; beside
+        a cutoff, if none was found, it has no layouts and an infinite objective.
         """
         self._best, self._left = cutoff_s * self._scale, math.inf
         """Cost of the best plan or the cutoff, least bound of what is left out."""
@@ -178,13 +178,14 @@ class FastestSearch:
             self._solve(first, frozenset(), _FIRST_GAP)
             few *= _MORE
         self._left = math.inf
-        self._explore(self._program, self._root, None, frozenset())
+        self._explore(self._program, self._root, None, frozenset(), 0.0)
         if self._left >= self._best * (1 - MIN_GAIN):
             return self._found
         if self._best == math.inf:
-            layouts = least(self._solver.in_bytes, self._job, self._limit_bytes, self._walk, _MOST_WORK)
-            if layouts is not None and fit(self._solver.in_bytes, self._walk(layouts), self._limit_bytes):
-                self._take(layouts)
+            layouts = any_within(self._solver.in_bytes, self._job, self._limit_bytes, self._walk)
+            if layouts is None:
+                return None
+            self._take(layouts)
         found = self._found or Solution(layouts={}, objective=math.inf, bound=0.0)
         return replace(found, bound=self._left / self._scale)
 
@@ -198,13 +199,18 @@ class FastestSearch:
         }
 
     def _explore(
-        self, program: Program, relaxed: Relaxation | None, kept: Kept | None, forming: frozenset[Mesh]
+        self,
+        program: Program,
+        relaxed: Relaxation | None,
+        kept: Kept | None,
+        forming: frozenset[Mesh],
+        bound: float,
     ) -> None:
         """Search a program of these options that was relaxed: branch on a mesh that the relaxation forms in part, else
-        solve it.
+        solve it. `bound` is what was known before.
         """
         if relaxed is None:
-            self._solve(kept, forming, 0.0)
+            self._solve(kept, forming, 0.0, bound)
             return
         if relaxed.bound >= self._best * (1 - MIN_GAIN) or self._solver.work >= _MOST_WORK:
             self._left = min(self._left, relaxed.bound)
@@ -220,7 +226,7 @@ class FastestSearch:
             if all(less.values()):
                 child = self._solver.program(self._limit_bytes, less, forming=formed)
                 self._minimize(child)
-                self._explore(child, child.relax(), less, formed)
+                self._explore(child, child.relax(), less, formed, relaxed.bound)
 
     def _minimize(self, program: Program) -> None:
         """Set the objective, for plans faster than the best so far."""
@@ -253,14 +259,29 @@ class FastestSearch:
             self._found, self._best = Solution(layouts=layouts, objective=seconds, bound=seconds), cost
 
 
+def any_within(timeline: Timeline, job: TrainingJob, limit_bytes: int, walk: Walk) -> Layouts | None:
+    """Return some layouts with every moment within the limit; None if there are none, whatever work it takes."""
+    for size in dict.fromkeys((unit_of(limit_bytes), 1)):
+        found, _ = Solver(_frugal(timeline), job, size, walk).solve(limit_bytes, lambda program: None)
+        if found is None or fit(timeline, walk(found), limit_bytes):
+            return found
+    raise AssertionError("the program's moments in bytes are those of the walk")
+
+
 def least(timeline: Timeline, job: TrainingJob, limit_bytes: int, walk: Walk, most_work: float) -> Layouts | None:
     """Return the layouts with the lowest peak, but for rounding, or the lowest that CP-SAT finds within `most_work`;
     None if it finds none up to the limit.
     """
-    meshes = timeline.communicator_bytes > 0
-    frugal = {group: set(undominated(group.options, by_memory=True, meshes=meshes)) for group in timeline.groups}
-    solver = Solver(timeline.keeping(frugal), job, unit_of(limit_bytes, _LEAST_DIGITS), walk)
+    solver = Solver(_frugal(timeline), job, unit_of(limit_bytes, _LEAST_DIGITS), walk)
     return solver.solve(limit_bytes, Program.minimize_limit, most_work, lowest=True)[0]
+
+
+def _frugal(timeline: Timeline) -> Timeline:
+    """Return the timeline with the options that no other dominates in memory."""
+    meshes = timeline.communicator_bytes > 0
+    return timeline.keeping(
+        {group: set(undominated(group.options, by_memory=True, meshes=meshes)) for group in timeline.groups}
+    )
 
 
 def simplest(

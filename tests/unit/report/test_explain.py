@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hf_osdp.errors import InfeasibleError
+from hf_osdp.errors import InfeasibleError, PlanError
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.files import plain
 from hf_osdp.planner.plan import Plan, UnitDecision
@@ -120,3 +120,12 @@ def test_proof_bounds_every_batch_and_names_the_moments_at_the_limit(simplicity)
     lines = proof_lines(content)
     assert len(lines) <= 10 and any(line.startswith("Gap: 0") for line in lines) == (content["gap"] < 1e-6)
     assert any(line.startswith("Simpler: ") for line in lines) == bool(plan.simplified)
+
+
+def test_nothing_is_proven_of_a_plan_that_does_not_fit():
+    asked = problem(MODEL, HARDWARE, JOB, LIMIT)
+    plan, tight = search(asked).plan, search(replace(asked, memory_limit_bytes=int(LIMIT / 1.2))).plan
+    with pytest.raises(PlanError, match=r"The plan needs .*; plan again"):
+        prove(replace(plan, memory_limit_bytes=tight.memory_limit_bytes), PlanInputs.of(asked))
+    with pytest.raises(InfeasibleError):
+        prove(replace(plan, memory_limit_bytes=int(LIMIT / 1.4)), PlanInputs.of(asked))
