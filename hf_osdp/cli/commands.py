@@ -63,6 +63,8 @@ def explain(
     plot: PlotFile = None,
 ) -> None:
     """Explain a plan: bytes at the peak and by unit, seconds by stream, the cost of other layouts, the bottleneck."""
+    if proof and plot is not None:
+        raise ValueError("--proof has no chart; leave out --plot, or --proof.")
     screen = Output(json_file, plot=plot)
     with screen.working("Explaining the plan"):
         found, inputs = read_plan_file(plan_file)

@@ -166,6 +166,9 @@ def test_explain_needs_the_plan_file_alone(planned, tmp_path):
         assert content[name] == json.loads((tmp_path / "report.json").read_text())[name] == expected[name]
     Plan.load(planned[0]).save(tmp_path / "bare.json")
     assert_refused(call("explain", tmp_path / "bare.json"), "holds only a plan; give a file from")
+    assert_refused(call("explain", planned[0], "--proof", "--plot", tmp_path / "p.png"), "--proof has no chart")
+    assert as_json("explain", planned[0], "--proof")["gap"] == 0
+    assert "Gap: 0, none is faster." in call("explain", planned[0], "--proof").output
 
 
 def test_compare_holds_all_strategies_and_draws_the_front(model, description, tmp_path):
