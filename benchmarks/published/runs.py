@@ -216,6 +216,8 @@ def _prepare_as_peft(model: nn.Module) -> None:
     for parameter in model.parameters():
         if type(parameter).__name__ != "Params4bit":
             parameter.data = parameter.data.float()
+    AttentionInterface.register("published", _flash_attention)  # here, since it makes each model of the process foreign
+    AttentionMaskInterface.register("published", sdpa_mask)
     model.set_attn_implementation("published")
 
 
@@ -225,10 +227,6 @@ def _flash_attention(
     """Attend in bf16, to which transformers' FlashAttention-2 casts what is in float32."""
     in_low = (tensor.to(torch.bfloat16) for tensor in (query, key, value))
     return sdpa_attention_forward(module, *in_low, *args, **options)
-
-
-AttentionInterface.register("published", _flash_attention)
-AttentionMaskInterface.register("published", sdpa_mask)
 
 
 def config_of(row: Row) -> Any:
