@@ -25,6 +25,7 @@ from hf_osdp.planner.hardware import GB, Hardware, Link
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.training_job import Precision, TrainingJob
+from hf_osdp.planner.wire import WireFormat
 from hf_osdp.preparation.cache import cache_folder, code_hash
 from hf_osdp.reading import read_json
 from hf_osdp.tracing.describe import describe
@@ -136,6 +137,8 @@ def _layout(row: Row, span: GatherSpan, batch: Batch) -> UnitLayout:
         shard_size=sizes[kind],
         reshard_after_forward=span is not GatherSpan.STEP and kind != "replicas",
         reduce_every_micro_step=kind != "replicas" or batch.accumulation_steps == 1,
+        # apex holds gradients in fp16; a replica, as torch's DDP, has those of its parameters' dtype
+        replica_wire=WireFormat.BF16 if kind == "replicas" and "apex" in row["precision"] else None,
     )
 
 

@@ -46,8 +46,6 @@ _UNINITIALISED = frozenset(
 """Operators that allocate uninitialised memory; integers in it count as zeros, which a model overwrites before it
 reads them.
 """
-ASSUMED = {aten.all.default: True, aten.isnan.default: False, aten.isinf.default: False}
-"""Results of operators on values that are not known: what code checks before it goes on."""
 _DRAWN = 1 - 2**-7
 """Assumed value of a single uniform random number, which decides whether something runs: LayerDrop leaves a layer out
 below a threshold, LyCORIS adapters run above one."""
@@ -191,9 +189,10 @@ class KnownValues(TorchDispatchMode):
             return
         made = list(tensors_in(result))
         real = self._computed(func, args, kwargs) if made and all(map(self._is_small, made)) else _UNKNOWN
-        if real is _UNKNOWN and func in ASSUMED and self._is_small(made[0]):
+        if real is _UNKNOWN and func in ASSUMED and self._is_small(made[-1]):
             with _disable_current_modes():
-                real = torch.full(made[0].shape, ASSUMED[func])
+                self.store(made[-1], ASSUMED[func](made[-1].shape, *args))
+            return
         if func is aten.rand.default and made[0].numel() == 1:
             with _disable_current_modes():
                 real = torch.full(made[0].shape, _DRAWN, dtype=made[0].dtype)
@@ -293,6 +292,23 @@ def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     for number, argument in enumerate(func._schema.arguments):
         if argument.is_write:
             yield from tensors_in(args[number] if number < len(args) else kwargs.get(argument.name))
+
+
+def _spread_evenly(shape: torch.Size, scores: torch.Tensor, k: int, dim: int = -1, *args: object) -> torch.Tensor:
+    """Return the indices of the k largest as if all were chosen equally often, as experts are by tokens."""
+    moved = torch.empty(shape, device="meta").movedim(dim, -1).shape
+    return (torch.arange(shape.numel()) % scores.shape[dim]).view(moved).movedim(-1, dim)
+
+
+ASSUMED: dict[OpOverload, Callable[..., torch.Tensor]] = {
+    aten.all.default: lambda shape, *args: torch.ones(shape, dtype=torch.bool),
+    aten.isnan.default: lambda shape, *args: torch.zeros(shape, dtype=torch.bool),
+    aten.isinf.default: lambda shape, *args: torch.zeros(shape, dtype=torch.bool),
+    aten.topk.default: _spread_evenly,
+}
+"""Functions from the shape of an operator's last result, and its arguments, to the values that are assumed where those
+of the arguments are not known: what code checks before it goes on, and which experts tokens visit.
+"""
 
 
 # Fallback results if values are not known.
