@@ -138,7 +138,7 @@ def _layout(row: Row, span: GatherSpan, batch: Batch) -> UnitLayout:
         reshard_after_forward=span is not GatherSpan.STEP and kind != "replicas",
         reduce_every_micro_step=kind != "replicas" or batch.accumulation_steps == 1,
         # apex holds gradients in fp16; a replica, as torch's DDP, has those of its parameters' dtype
-        replica_wire=WireFormat.BF16 if kind == "replicas" and "apex" in row["precision"] else None,
+        replica_wire=WireFormat.BF16 if kind == "replicas" and "apex" in row["precision"] and world > 1 else None,
     )
 
 

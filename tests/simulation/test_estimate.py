@@ -84,16 +84,16 @@ EVERY_WAY = {"samples": 4, "steps": 3, "activations": (RECOMPUTE,), "on_host": (
 LOSS_CHUNKS, PAIRS, TRIPLES = ModelSplit(loss_chunks=8), ModelSplit(blocks_per_unit=2), ModelSplit(blocks_per_unit=3)
 DAILY_WAYS = [
     replace(GPT2, layout="mixed", samples=8, activations=(RECOMPUTE, SAVE)),
-    # the head's weight is read elsewhere, too
-    replace(GPT2, model="bert", samples=8, device_type="cpu", split=LOSS_CHUNKS),
     # its blocks reduce little, so that the peak is where the next unit is gathered in forward
     replace(GPT2, model="frozen", length=8),
-    Trial(model="llama", length=32, precision="bf16", activations=(RECOMPUTE,), split=PAIRS),
     replace(LLAMA, layout="mixed", steps=3, precision="bf16", activations=(OFFLOAD, RECOMPUTE_OFFLOAD)),
     replace(LLAMA, layout="hsdp", world=4, steps=3, hold=(True,), on_host=(False, True)),
     replace(LLAMA, layout="mixed", precision="bf16", states_on_host=(True, False), optimizer=OptimizerStep.FOREACH),
 ]
 SLOW_WAYS = [
+    # the head's weight is read elsewhere, too
+    replace(GPT2, model="bert", samples=8, device_type="cpu", split=LOSS_CHUNKS),
+    Trial(model="llama", length=32, precision="bf16", activations=(RECOMPUTE,), split=PAIRS),
     mlp_slices(replace(LLAMA, layout="mixed", hold=(False, True), **EVERY_WAY), 2, "model.layers", "up_proj",
         "gate_proj", "down_proj"),
     mlp_slices(replace(GPT2, layout="mixed", samples=8), 4, "transformer.h", "c_fc", "c_proj"),
