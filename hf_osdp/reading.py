@@ -6,6 +6,7 @@ Refused are: duplicate keys, NaN, control characters, pipes and devices.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
@@ -60,7 +61,7 @@ def parse_json(text: str | bytes, error: MakeError = ValueError) -> Any:  # noqa
     """
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8-sig")  # some editors write a byte order mark
-        value = json.loads(decoded, object_pairs_hook=_unique, parse_constant=_not_a_number)
+        value = json.loads(decoded, object_pairs_hook=_unique, parse_constant=_not_a_number, parse_float=_finite)
         if any(map(_UNPRINTABLE.search, _texts(value))):
             raise _Refused("has a text with control characters")
         return value
@@ -92,6 +93,12 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _not_a_number(text: str) -> NoReturn:
     raise _Refused(f"has {text}, which is not a number")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise _Refused(f"has {text[:40]}, which is larger than any number that it may have")
+    return number
 
 
 def _texts(value: object) -> Iterator[str]:

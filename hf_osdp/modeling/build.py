@@ -39,10 +39,10 @@ def build_on_meta(config: object, auto_class: object = None) -> nn.Module:
             model: nn.Module = build(config)
         model.tie_weights()  # type: ignore[operator]  # part of the skipped initialization
         return model
-    except (ImportError, RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+    except Exception as error:  # a model's `__init__` may raise any for a configuration with a wrong value
         raise DescriptionError(
-            f"{cls.__name__} cannot be built from {type(config).__name__}: {first_line(error)}. Pass auto_class, or"
-            " the model itself."
+            f"{cls.__name__} cannot be built from {type(config).__name__}: {first_line(error)}. Correct the"
+            " configuration, or pass auto_class or the model itself."
         ) from error
 
 

@@ -234,7 +234,7 @@ PLAN_FILES: dict[str, Change] = {
     "bytes that are no text": b"\x89PNG\xff", f"a file of {MOST_BYTES + 1} bytes": MOST_BYTES + 1,
     "brackets without end": "[" * 5000, "a key that stands twice": '{"world_size": 4, "world_size": 8}',
     "a missing key": lambda content: content.pop("units"), "a text in place of a number": set_to("world_size", "4"),
-    "NaN": set_to("step_s", float("nan")), "world_size 0": set_to("world_size", 0),
+    "NaN": set_to("step_s", float("nan")), "1e400": '{"step_s": 1e400}', "world_size 0": set_to("world_size", 0),
     "a negative peak": set_to("peak_bytes", -1),
     "a group of 3 of 4 ranks": lambda content: content["units"][2].update(shard_size=3),
     "a unit that stands twice": lambda content: content["units"].append(content["units"][2]),

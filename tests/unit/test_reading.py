@@ -35,5 +35,7 @@ def test_read_bytes_refuses_other_files_and_read_json_names_them(tmp_path):
     assert read_bytes(path, "plan", limit_bytes=11) == b"x" * 11
     path.write_text('{"a": NaN}')
     assert refused(path, read_json) == f"{path} has NaN, which is not a number; it is not a plan that can be read."
+    path.write_text('{"a": -1e400}')
+    assert refused(path, read_json).startswith(f"{path} has -1e400, which is larger than any number that it may have")
     path.write_text('{"a": [1]}')
     assert read_json(path, "plan") == {"a": [1]}
