@@ -219,7 +219,8 @@ def _prepare_as_peft(model: nn.Module) -> None:
     for parameter in model.parameters():
         if type(parameter).__name__ != "Params4bit":
             parameter.data = parameter.data.float()
-    AttentionInterface.register("published", _flash_attention)  # here, since it makes each model of the process foreign
+    # here, since it makes each model of the process foreign
+    AttentionInterface.register("published", _flash_attention)
     AttentionMaskInterface.register("published", sdpa_mask)
     model.set_attn_implementation("published")
 

@@ -45,8 +45,12 @@ def write_whole(path: str | Path, text: str) -> None:
     """
     path = Path(path)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # several ranks may write the same file
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def validated(cls: type[T], content: object, error: Callable[[str], Exception]) -> T:

@@ -87,7 +87,7 @@ def describe_once(model: nn.Module, **options: Any) -> ModelDescription:
         description = describe(model, **options)
     write(path, _CachedDescription(description=description, warnings=tuple(texts)))
     with suppress(OSError):
-        for old in sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)[_MAX_FILES:]:
+        for old in sorted(folder.glob("*.json*"), key=lambda file: file.stat().st_mtime, reverse=True)[_MAX_FILES:]:
             old.unlink()
     return description
 

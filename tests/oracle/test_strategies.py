@@ -117,9 +117,9 @@ def apply_remedy(remedy: str, limit: int, hardware: Hardware, strategy: Strategy
     """Search with the one change; None where it is to the model or its precision, which need another trace."""
     if remedy.startswith("strategy osdp"):
         return search(problem(MODEL, hardware, JOB, limit))
-    if match := re.fullmatch(r"(\d+) devices with a global batch of (\d+)", remedy):
+    if match := re.fullmatch(r"(\d+) devices(?: with a global batch of (\d+))?", remedy):
         more = hardware.scaled(nodes=int(match.group(1)) // hardware.devices_per_node)
-        job = replace(JOB, global_batch_size=int(match.group(2)))
+        job = replace(JOB, global_batch_size=int(match.group(2) or JOB.global_batch_size))
         return search(problem(MODEL, more, job, limit, strategy=strategy))
     if match := re.fullmatch(r"a memory limit of (.*)", remedy):
         return search(problem(MODEL, hardware, JOB, parse_bytes(match.group(1)), strategy=strategy))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
+from hf_osdp.planner.files import write_whole
 from hf_osdp.reading import parse_json, read_bytes, read_json
 
 
@@ -39,3 +41,10 @@ def test_read_bytes_refuses_other_files_and_read_json_names_them(tmp_path):
     assert refused(path, read_json).startswith(f"{path} has -1e400, which is larger than any number that it may have")
     path.write_text('{"a": [1]}')
     assert read_json(path, "plan") == {"a": [1]}
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "write_text", lambda self, *_, **__: [self.touch(), os.open("none/such", os.O_RDONLY)])
+    with pytest.raises(OSError, match="none/such"):
+        write_whole(tmp_path / "plan.json", "{}")
+    assert not list(tmp_path.iterdir())

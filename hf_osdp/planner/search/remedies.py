@@ -55,7 +55,7 @@ def infeasible_error(problem: PlanningProblem, least: Plan, memory: MemoryEstima
 
 def _remedies(problem: PlanningProblem) -> Iterator[Remedy]:
     """Yield changes with which some plan fits, as phrases that complete "Use ..."."""
-    description, hardware, job = problem.description, problem.hardware, problem.job
+    description, job = problem.description, problem.job
     yield from _settings(problem)
     # bf16 halves the bytes of activations and gradients
     half = replace(
@@ -72,25 +72,32 @@ def _remedies(problem: PlanningProblem) -> Iterator[Remedy]:
         if length >= 1 and fits_by_estimate(replace(problem, description=shorter)):
             yield Remedy(f"sequence length {length}", f"--sequence-length {length}", Price.SIZE)
             break
+    yield from _more_devices(problem)
+
+
+def _more_devices(problem: PlanningProblem) -> Iterator[Remedy]:
+    """Yield the fewest devices on which some plan fits: with the same global batch if they can share it."""
+    hardware, job = problem.hardware, problem.job
+    alone = hardware.world_size == 1
     for factor in _FACTORS:
         try:
             more = (
-                hardware.scaled(devices_per_node=factor)
-                if hardware.world_size == 1
-                else hardware.scaled(nodes=hardware.nodes * factor)
+                hardware.scaled(devices_per_node=factor) if alone else hardware.scaled(nodes=hardware.nodes * factor)
             )
         except HardwareError:
-            break  # links are unknown: the machine was measured alone
-        grown = replace(job, global_batch_size=job.global_batch_size * factor)
-        if fits_by_estimate(replace(problem, hardware=more, job=grown)):
-            flag = "--devices-per-node" if hardware.world_size == 1 else "--num-nodes"
-            count = more.devices_per_node if hardware.world_size == 1 else more.nodes
-            yield Remedy(
-                f"{more.world_size} devices with a global batch of {grown.global_batch_size}",
-                f"{flag} {count} --global-batch-size {grown.global_batch_size}",
-                Price.DEVICES,
-            )
-            break
+            return  # links are unknown: the machine was measured alone
+        flags = f"--devices-per-node {more.devices_per_node}" if alone else f"--num-nodes {more.nodes}"
+        for samples in (job.global_batch_size, factor * job.global_batch_size):
+            if samples % more.world_size:
+                continue
+            if fits_by_estimate(replace(problem, hardware=more, job=replace(job, global_batch_size=samples))):
+                other = samples != job.global_batch_size
+                yield Remedy(
+                    f"{more.world_size} devices" + f" with a global batch of {samples}" * other,
+                    flags + f" --global-batch-size {samples}" * other,
+                    Price.DEVICES,
+                )
+                return
 
 
 def _settings(problem: PlanningProblem) -> Iterator[Remedy]:

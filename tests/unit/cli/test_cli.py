@@ -228,6 +228,9 @@ def test_remedies_are_flags_and_true(tmp_path):
     assert {"--split-vocabulary", "--host-memory 64GiB"} < set(flags), flags
     assert "split_vocabulary=True" in str(caught.value) and "split_vocabulary" not in caught.value.on_command_line
     assert with_limit(limit, split=True).found.plan.peak_bytes <= limit
+    asked = {**given, "host_offload": False, "offload_optimizer": False, "offload_activations": False}
+    with pytest.raises(InfeasibleError, match="--host-memory 64GiB, without --no-host-offload or "):
+        _ = Case(Request.of(model=str(tmp_path / "config.json"), **asked, memory_limit=str(limit))).found.plan
 
 
 def test_load_config_without_a_network_names_the_nearest_shapes(monkeypatch, caplog):
