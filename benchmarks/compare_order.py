@@ -258,6 +258,7 @@ def _train(pipe: Connection, rank: int, case: Case, name: str, limit: str, profi
         asked = {"strategy": name, "profile": profile, "compare": name == "osdp"}
         try:
             trainer = Trainer(args=args, osdp=OSDPConfig(**asked, memory_limit=limit), **case.arguments(steps))
+            assert trainer.plan is not None  # planned here, which may be infeasible
         except InfeasibleError:
             trainer = Trainer(args=args, osdp=OSDPConfig(**asked), **case.arguments(steps))
     trainer.add_callback(Turns(pipe))

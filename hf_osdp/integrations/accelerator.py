@@ -93,9 +93,8 @@ class OSDPAccelerator(AcceleratorPreparation):
                 f"{launched_world_size()} processes were launched, but this one is not connected to the others;"
                 " pass cpu=True (TrainingArguments(use_cpu=True) with the Trainer) to run them on the CPU."
             )
-        self.plugin = plugin
-        self.plugin.osdp = with_dynamo(plugin.config, self.state)
-        self._writer = CheckpointWriter(in_background=plugin.config.async_save)
+        self.plugin, self.config = plugin, plugin.asking(with_dynamo(plugin.config, self.state), self.device.type)
+        self._writer = CheckpointWriter(in_background=self.config.async_save)
         self._select_fsdp()
 
     def wait_for_everyone(self) -> None:

@@ -43,6 +43,8 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
     """`Accelerator` that plans when a model is prepared, and measures the loop's first steps."""
 
     plugin: OSDPPlugin
+    config: OSDPConfig
+    """The options of the plan, merged from all places that set them."""
     meter: StepMeter | None = None
     measured: Observation | None = None
     """Measurement of the loop's first optimizer steps, the same on every process; None until they have ended."""
@@ -72,11 +74,9 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
             InfeasibleError: no plan meets the memory limit.
         """
         sizes: dict[str, Any] = {"sequence_length": sequence_length, "global_batch_size": global_batch_size}
-        model = self._without_wrappers(model)
-        config = replace(self.plugin.config, **{name: value for name, value in sizes.items() if value})
-        plan = self._make_plan(model, config, optimizer)
-        self.gradient_accumulation_steps = plan.accumulation_steps
-        return plan
+        model, config = unwrapped(model, self.config)
+        config = replace(config, **{name: value for name, value in sizes.items() if value})
+        return self._make_plan(model, config, optimizer)
 
     def use_plan(self, run: PlannedRun) -> None:
         """Use this plan in `prepare`; `no_sync`, not Accelerate, then decides when gradients are reduced.
@@ -91,11 +91,10 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
             self._use_fsdp()
         self.gradient_state.plugin_kwargs["sync_each_batch"] = False
 
-    def _plan_for(
-        self, model: nn.Module, loader: DataLoader[Any], optimizer: torch.optim.Optimizer | OptimizerSpec | None
-    ) -> None:
-        """Plan for the batches of the training loader."""
-        config = self.plugin.config
+    def _for_loader(
+        self, config: OSDPConfig, loader: DataLoader[Any], model: nn.Module
+    ) -> tuple[OSDPConfig, Inputs | None]:
+        """Return the options with the sizes of the training loader's batches, and these batches."""
         inputs, length = batches_of_loader(loader, model, config.sequence_length)
         size, micro, global_batch = self._batch_size(loader), config.micro_batch_size, config.global_batch_size
         if micro not in (None, size):
@@ -109,16 +108,19 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
                 )
             global_batch = samples
         config = replace(config, sequence_length=length, micro_batch_size=size, global_batch_size=global_batch)
-        self._make_plan(model, config, optimizer, inputs)
+        return config, inputs
 
     def _make_plan(
         self,
         model: nn.Module,
         config: OSDPConfig,
         optimizer: torch.optim.Optimizer | OptimizerSpec | None,
-        inputs: Inputs | None = None,
+        loader: DataLoader[Any] | None = None,
     ) -> Plan:
-        """Make the plan, print it and use it; raise ValueError if a size is not known."""
+        """Make the plan for the batches of the training loader, or without one for those of the configuration; print
+        it and use it.
+        """
+        config, inputs = (config, None) if loader is None else self._for_loader(config, loader, model)
         refuse_first({
             "The sequence length is not known; give OSDPConfig(sequence_length=...) or accelerator.plan(...).":
                 config.sequence_length is None,
@@ -128,7 +130,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         if self.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             config = replace(config, reduce_every_micro_step=True)
         job = Job(
-            config=self.plugin.asking(config, self.device.type),
+            config=config,
             world_size=self.num_processes,
             device_type=self.device.type,
             precision=precision_of(
@@ -149,6 +151,8 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         prepare_model(model, job.precision)
         run = plan_and_announce(model, job)
         self.use_plan(run)
+        if loader is None:
+            self.gradient_accumulation_steps = run.plan.accumulation_steps
         return run.plan
 
     def _batch_size(self, loader: DataLoader[Any]) -> int | None:
@@ -158,12 +162,12 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:  # noqa: ANN401  as stock
         """Prepare as `Accelerator.prepare`; a model may also come without an optimizer, for evaluation."""
-        args = tuple(self._without_wrappers(one) if isinstance(one, nn.Module) else one for one in args)
-        models, optimizers, loaders = (
-            _of_type(args, nn.Module),
-            _of_type(args, torch.optim.Optimizer),
-            _of_type(args, DataLoader),
-        )
+        config, objects = self.config, list(args)
+        for place, given in enumerate(args):
+            if isinstance(given, nn.Module):
+                objects[place], config = unwrapped(given, config)
+        models, loaders = _of_type(objects, nn.Module), _of_type(objects, DataLoader)
+        optimizers = _of_type(objects, torch.optim.Optimizer)
         known = {id(model) for model in (*self._models, *models)}
         if self.is_fsdp2 and models and len(known) > 1:
             raise ValueError(
@@ -172,50 +176,36 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
                 " a model that is not trained to accelerator.device by hand."
             )
         if models and not is_under_plan(models[0]):
-            self._plan_or_check(models[0], loaders, optimizers)
+            if self.planned_run is None:
+                self._make_plan(models[0], config, self._optimizer_to_plan(optimizers), *loaders[:1])
+            self._check_loader(self._planned.plan, *loaders[:1])
             if not self.is_fsdp2:
                 self._apply_plan(models[0], optimizers)
         if not models or not self.is_fsdp2 or optimizers:
-            result = super().prepare(*args, device_placement=device_placement)
+            result = super().prepare(*objects, device_placement=device_placement)
         else:
-            prepared = self._prepare_fsdp2(*args)
+            prepared = self._prepare_fsdp2(*objects)
             result = prepared if len(prepared) > 1 else prepared[0]
         if optimizers and self._models and self.planned_run is not None:
-            self._compare_training(args)
+            self._compare_training(objects)
             self._bind_optimizers(optimizers, self.planned_run)
         return result
 
-    def _without_wrappers(self, model: nn.Module) -> nn.Module:
-        """Return the model without wrappers of other tools, for whose effect the plan is made."""
-        model, config = unwrapped(model, self.plugin.config)
-        if self.planned_run is None:
-            self.plugin.osdp = config
-        return model
+    def _optimizer_to_plan(
+        self, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer | OptimizerSpec | None:
+        if len(optimizers) > 1:
+            return spec_of_optimizers(optimizers, device_type=self.device.type)
+        return (*optimizers, None)[0]
 
-    def _plan_or_check(
-        self, model: nn.Module, loaders: Sequence[DataLoader[Any]], optimizers: Sequence[torch.optim.Optimizer]
-    ) -> None:
-        """Plan for the first loader, which is for training; if a plan exists, refuse a loader with another batch
-        size.
-        """
-        optimizer = (
-            spec_of_optimizers(optimizers, device_type=self.device.type)
-            if len(optimizers) > 1
-            else (*optimizers, None)[0]
-        )
-        if self.planned_run is None and loaders:
-            self._plan_for(model, loaders[0], optimizer)
-        elif self.planned_run is None:
-            self.plan(model, optimizer=optimizer)
-        elif loaders and (size := self._batch_size(loaders[0])) not in (
-            None,
-            planned := self._planned.plan.micro_batch_size,
-        ):
+    def _check_loader(self, plan: Plan, loader: DataLoader[Any] | None = None) -> None:
+        """Refuse a loader for training with another batch size than the plan's."""
+        size, planned = None if loader is None else self._batch_size(loader), plan.micro_batch_size
+        if size not in (None, planned):
             raise ValueError(
                 f"The plan runs {planned} samples at once, but the first DataLoader gives {size};"
                 f" use batch_size={planned * (self.num_processes if self.split_batches else 1)} for training, and give"
-                " that"
-                " DataLoader first."
+                " that DataLoader first."
             )
 
     def _apply_plan(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -233,7 +223,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         else:
             apply_plan_unsharded(model, run, optimizers)
         self._out_of_memory = OutOfMemoryHandler(
-            model, run.plan, run.units, hardware=run.hardware, on_oom=self.plugin.config.on_oom, device=self.device
+            model, run.plan, run.units, hardware=run.hardware, on_oom=self.config.on_oom, device=self.device
         )
 
     def _bind_optimizers(self, optimizers: Sequence[torch.optim.Optimizer], run: PlannedRun) -> None:
@@ -265,7 +255,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
     def _report(self, measured: Observation) -> None:
         """Print estimate and measurement; also write them into `project_dir` if it is set and `report` is on."""
         self.measured = measured
-        announce_result(self._planned, measured, self.project_dir if self.plugin.config.report else None)
+        announce_result(self._planned, measured, self.project_dir if self.config.report else None)
 
     @property
     def _planned(self) -> PlannedRun:

@@ -184,6 +184,12 @@ def refuse_decided(options: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={value!r} is decided by the plan; {remedy}.")
 
 
+def compiled_modules(model: nn.Module) -> set[Any]:
+    """Return the wrappers of `torch.compile(module)` around a model or its modules."""
+    dynamo = sys.modules.get("torch._dynamo")  # without it nothing is wrapped
+    return set() if dynamo is None else {m for m in model.modules() if isinstance(m, dynamo.OptimizedModule)}
+
+
 def unwrapped(model: nn.Module, config: OSDPConfig) -> tuple[nn.Module, OSDPConfig]:
     """Return a model without the wrappers of `torch.compile(module)`, around itself or its modules, and the
     configuration, which compiles blocks if there were any.
@@ -194,9 +200,7 @@ def unwrapped(model: nn.Module, config: OSDPConfig) -> tuple[nn.Module, OSDPConf
     Raises:
         ValueError: a wrapper has another backend than Inductor, or the plan is given.
     """
-    dynamo = sys.modules.get("torch._dynamo")  # without it nothing is wrapped
-    wrappers = {m for m in model.modules() if isinstance(m, dynamo.OptimizedModule)} if dynamo is not None else set()
-    if not wrappers:
+    if not (wrappers := compiled_modules(model)):
         return model, config
     if any(wrapper.get_compiler_config() is None for wrapper in wrappers):
         raise ValueError(

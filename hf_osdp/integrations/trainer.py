@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from abc import ABCMeta
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,54 +13,44 @@ import transformers.trainer
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer as StockTrainer
-from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from ..checkpoint.writer import on_every_rank
+from ..distributed.process_group import require_all
 from ..distributed.said_once import say_uncaught_once
 from ..distributed.stop import StopSignal
 from ..modeling.replaced import replaced
 from ..modeling.units import canonical_name
+from ..planner.plan import Plan
 from ..preparation.config import OSDPConfig
+from ..preparation.plan_run import PlannedRun
 from ..sharding.between_steps import mixing_explained
 from ..sharding.environment import prepare_precision
 from ..sharding.state import free_gathered
 from ..sharding.unit_order import called_alone
 from .accelerator import OSDPAccelerator
 from .announce import plan_and_announce
-from .plugin import OSDPPlugin, unwrapped
+from .plugin import OSDPPlugin
 from .trainer_arguments import (
-    copied_arguments,
-    copy_changes,
+    planned_arguments,
     plugin_options,
     refuse_unsupported,
-    requested_config,
-    set_batch,
+    requested_options,
+    samples_of_step,
+    warn,
 )
 from .trainer_checkpoints import Events, TrainerCheckpoints
 from .trainer_facts import job_of_trainer, refuse_changes
 from .trainer_loss import scale_loss
 
 
-class PlansWhenMade(ABCMeta):
-    """Make a Trainer of any subclass, with `osdp=` if its `__init__` does not take it; then plan, if there is data."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  our Trainer
-        trainer: Any = cls.__new__(cls, *args, **kwargs)  # type: ignore[arg-type]
-        if "osdp" in kwargs and "osdp" not in inspect.signature(cls.__init__).parameters:  # type: ignore[misc]
-            trainer._osdp_argument = kwargs.pop("osdp")
-        trainer.__init__(*args, **kwargs)
-        trainer._plan_if_data()  # subclasses change model, data and loss in their `__init__`
-        return trainer
-
-
-class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
+class Trainer(TrainerCheckpoints):
     """`transformers.Trainer` that shards each unit of the model by a plan.
 
-    The constructor makes the plan, or without a dataset the first call of `train`, `evaluate` or `predict`. The
-    samples of one optimizer step stay as the arguments set them (`per_device_train_batch_size` ×
-    `gradient_accumulation_steps` × processes); the planner chooses how many run at once, and writes this into a copy
-    of the arguments.
+    The first call of `train`, `evaluate` or `predict` makes the plan, or `plan` before that. The samples of one
+    optimizer step stay as the arguments set them (`per_device_train_batch_size` × `gradient_accumulation_steps` ×
+    processes); the planner chooses how many run at once. Only while the Trainer trains or evaluates do the arguments
+    show its choice.
 
     Args:
         *args: as for `transformers.Trainer`.
@@ -78,9 +67,14 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
     on_by_default = False
     """Whether OSDP is on if no configuration says so, as under `hf_osdp.run`."""
 
+    _asked: OSDPConfig | Mapping[str, object] | bool | None = None
+    """The argument `osdp`."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _check_order(cls, Trainer)
+        if "osdp" not in inspect.signature(cls.__init__).parameters:
+            cls.__init__ = _with_osdp_argument(cls.__init__)  # type: ignore[method-assign]
         if any("_save" in vars(other) for other in cls.__mro__[: cls.__mro__.index(Trainer)]):
             cls._save = _with_full_weights(cls._save)  # type: ignore[method-assign]
 
@@ -88,47 +82,53 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
         self, *args: Any, osdp: OSDPConfig | Mapping[str, object] | bool | None = None, **kwargs: Any
     ) -> None:
         say_uncaught_once()
-        call = inspect.signature(StockTrainer.__init__).bind(self, *args, **kwargs)
-        given = call.arguments
+        if osdp is not None:
+            self._asked = osdp
         self._stop = StopSignal()
-        requested = self.__dict__.pop("_osdp_argument", None) if osdp is None else osdp
-        self._osdp = requested_config(requested, given.get("args"), on_by_default=self.on_by_default)
-        if self._osdp is not None:
-            refuse_unsupported(given)
-            arguments = given.get("args") or TrainingArguments(output_dir="tmp_trainer")
-            if isinstance(model := given.get("model"), nn.Module):
-                given["model"], self._osdp = unwrapped(model, self._osdp)
-            given["args"] = copied_arguments(arguments)
-            self._given_args = arguments, dict(vars(arguments))
-            self._requested_batch_size = arguments.per_device_train_batch_size
-        super().__init__(*call.args[1:], **call.kwargs)
+        super().__init__(*args, **kwargs)
 
-    def _plan_if_data(self) -> None:
-        """Plan for the data; without any, leave it to the call that brings them."""
-        if self._osdp is not None and not (self.train_dataset is None and self.eval_dataset is None):
-            self._plan_now(trains=self.train_dataset is not None)
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that runs; made now, on all ranks, if there is none yet and the Trainer has a dataset. None if
+        OSDP is off.
+        """
+        trains, evaluates = self.train_dataset is not None, self.eval_dataset is not None
+        if self._osdp is not None and self._run is None and (trains or evaluates):
+            require_all("trainer.plan")
+            self._make_plan(trains=trains)
+        return None if self._run is None else self._run.plan
 
-    def _plan_now(self, *, trains: bool, loader: DataLoader[Any] | None = None) -> None:
+    def _make_plan(self, *, trains: bool, loader: DataLoader[Any] | None = None) -> PlannedRun:
         """Plan for the Trainer's datasets, or for those of a loader to evaluate."""
         assert self._osdp is not None
-        args = self.args
-        copy_changes(args, *self._given_args)
         job, rule = job_of_trainer(self, trains=trains, loader=loader)
         prepare_precision(self.model, job.precision)
         with rule.explained():
-            self._run = plan_and_announce(self.model, job)
-        set_batch(args, self._run.plan)
-        self._train_batch_size = args.train_batch_size
-        self.accelerator.use_plan(self._run)
+            run = self._run = plan_and_announce(self.model, job)
+        self._planned_samples = samples_of_step(self.args)
+        if self.args.auto_find_batch_size:
+            warn(
+                self.args, "auto_find_batch_size=True was switched off: the plan sets %d samples at once on each"
+                " process, which fit by its estimate.", run.plan.micro_batch_size,
+            )  # fmt: skip
+        self.accelerator.use_plan(run)
         self.is_fsdp_enabled = (
             self.is_fsdp_enabled or self.accelerator.is_fsdp2
         )  # also a single process with host offload
         if self.place_model_on_device and not self.is_fsdp_enabled:
-            super()._move_model_to_device(self.model, args.device)
-        if (factor := rule.factor(self._run.plan)) != 1:
+            super()._move_model_to_device(self.model, self.args.device)
+        if (factor := rule.factor(run.plan)) != 1:
             scale_loss(self, factor)
         stop = self._stop if self._osdp.save_on_sigterm else None
         self.callback_handler.call_event = Events(self.callback_handler.call_event, stop)  # type: ignore[method-assign]
+        return run
+
+    @contextmanager
+    def _as_planned(self, run: PlannedRun) -> Iterator[None]:
+        """Let the stock Trainer see the plan's arguments."""
+        with replaced(self.args, **planned_arguments(self.args, run.plan)):
+            with replaced(self, _train_batch_size=self.args.train_batch_size):
+                yield
 
     def _validate_args(self) -> None:
         """Validate as the stock Trainer, but accept an optimizer under FSDP: it receives the shards of its
@@ -143,23 +143,20 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
             super()._move_model_to_device(model, device)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create as the stock Trainer, with an `OSDPAccelerator`."""
-        if self._osdp is None:
+        """Create as the stock Trainer, with an `OSDPAccelerator` for the merged options if OSDP is on."""
+        options = requested_options(self._asked, self.args, on_by_default=self.on_by_default)
+        if options is None:
             super().create_accelerator_and_postprocess()
             return
-        with replaced(
-            transformers.trainer, Accelerator=OSDPAccelerator
-        ):  # the stock Trainer has no argument for the class
-            super().create_accelerator_and_postprocess()
+        refuse_unsupported(self.args, self.model)
+        plugin, on_cpu = OSDPPlugin(osdp=options, **plugin_options(self.args)), self.args.device.type == "cpu"
 
-    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """Build as the stock Trainer, with an `OSDPPlugin`."""
-        options = super()._build_accelerator_args(**kwargs)
-        if self._osdp is not None:
-            options["fsdp_plugin"] = OSDPPlugin(osdp=self._osdp.options(), **plugin_options(self.args))
-            options["cpu"] = self.args.device.type == "cpu"
-            options["project_dir"] = self.args.output_dir  # for the report
-        return options
+        def planning(**given: Any) -> OSDPAccelerator:
+            return OSDPAccelerator(**{**given, "fsdp_plugin": plugin, "cpu": on_cpu})
+
+        with replaced(transformers.trainer, Accelerator=planning):  # the stock Trainer has no argument for the class
+            super().create_accelerator_and_postprocess()
+        self._osdp = self.accelerator.config
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create as the stock Trainer, after freeing parameters that an evaluation left gathered, so that it holds
@@ -188,26 +185,25 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run forward and backward as the stock Trainer, and explain an error of a loss that mixes shards with
-        whole tensors.
+    def compute_loss_context_manager(self) -> ExitStack:
+        """Return the stock Trainer's context, which also explains an error of a loss that mixes shards with whole
+        tensors.
         """
-        with self._loss_explained():
-            return super().training_step(*args, **kwargs)
-
-    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as stock
-        """Evaluate as the stock Trainer, and explain an error as in `training_step`."""
-        with self._loss_explained():
-            return super().prediction_step(*args, **kwargs)
+        context = super().compute_loss_context_manager()
+        if self._osdp is not None:
+            context.enter_context(mixing_explained(in_loss=True))
+        return context
 
     def evaluation_loop(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Evaluate as the stock Trainer, under a plan for this data if there is none yet."""
-        if self._osdp is not None and self._run is None:
-            self._plan_now(trains=False, loader=dataloader)
-        return super().evaluation_loop(dataloader, *args, **kwargs)
-
-    def _loss_explained(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._osdp is None else mixing_explained(in_loss=True)
+        """Evaluate as the stock Trainer, under a plan: for training, or without data for that, for this loader."""
+        if self._osdp is None:
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+        if self._run is None:
+            trains = self.train_dataset is not None
+            self._make_plan(trains=trains, loader=None if trains else dataloader)
+        assert self._run is not None
+        with self._as_planned(self._run):
+            return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train as the stock Trainer; print estimate and measurement of the first steps, and write `osdp_report.json`.
@@ -225,13 +221,14 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
         if self._run is None:
             if self.train_dataset is None:
                 self.get_train_dataloader()  # raises as stock, unless a subclass makes its own
-            self._plan_now(trains=True)
+            self._make_plan(trains=True)
         assert self._run is not None
-        copy_changes(self.args, *self._given_args)
-        self.accelerator.project_configuration.project_dir = self.args.output_dir
-        refuse_changes(self, self._run)
+        self.accelerator.project_configuration.project_dir = self.args.output_dir  # for the report
+        refuse_changes(self.args, self._run, self._planned_samples)
+        self._requested_batch_size = self.args.per_device_train_batch_size
+        explained = self.accelerator.out_of_memory_explained(), mixing_explained(in_loss=False)
         try:
-            with self.accelerator.out_of_memory_explained(), mixing_explained(in_loss=False):
+            with self._as_planned(self._run), explained[0], explained[1]:
                 output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
         finally:
             self._stop.abandon()  # in case an error ended training
@@ -282,6 +279,18 @@ def _check_order(cls: type, ours: type) -> None:
             f"{cls.__name__} lists hf_osdp's Trainer before {hidden.__name__}, whose methods it would hide;"
             f" write class {cls.__name__}({hidden.__name__}, Trainer), or use with_osdp({hidden.__name__})."
         )
+
+
+def _with_osdp_argument(init: Callable[..., None]) -> Callable[..., None]:
+    """Return an `__init__` that also takes `osdp=`, for our Trainer's below."""
+
+    @functools.wraps(init)
+    def taking(self: Any, *args: Any, osdp: object = None, **kwargs: Any) -> None:  # noqa: ANN401
+        if osdp is not None:
+            self._asked = osdp
+        init(self, *args, **kwargs)
+
+    return taking
 
 
 def _with_full_weights(save: Callable[..., None]) -> Callable[..., None]:

@@ -1,22 +1,21 @@
-"""Arguments of a Trainer: what they ask for, what a plan refuses, and what the plan writes into them."""
+"""Arguments of a Trainer: what they ask for, what a plan refuses, and what they are under a plan."""
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
+from torch import nn
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from ..errors import refuse_first
 from ..planner.plan import Plan
-from ..preparation.config import OSDPConfig, merged_config, stated_options
+from ..preparation.config import OSDPConfig, stated_options
 from ..reading import read_json
 from .launch import launch_request
-from .plugin import TAKEN, refuse_decided
+from .plugin import TAKEN, compiled_modules, refuse_decided
 
 _log = logging.getLogger(__name__)
 _ADDED_BY_TRANSFORMERS = ("min_num_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
@@ -29,17 +28,17 @@ def warn(args: TrainingArguments, line: str, *values: object) -> None:
         _log.warning(line, *values)
 
 
-def requested_config(
+def requested_options(
     osdp: OSDPConfig | Mapping[str, object] | bool | None,
     args: TrainingArguments | None,
     *,
     on_by_default: bool = False,
-) -> OSDPConfig | None:
-    """Return the configuration merged from the Trainer's `osdp`, `fsdp_config` and the launcher; None for the stock
-    Trainer.
+) -> dict[str, object] | None:
+    """Return the options that the Trainer's `osdp` and `fsdp_config` set, for `OSDPPlugin`, which adds those of the
+    launcher; None for the stock Trainer.
 
-    The first of these that sets it turns OSDP on or off, else `on_by_default` does; each option comes from the first
-    that sets it.
+    The first of the three that sets it turns OSDP on or off, else `on_by_default` does; each option comes from the
+    first that sets it.
     """
     if osdp is False:
         return None
@@ -49,20 +48,14 @@ def requested_config(
             " fields."
         )
     fsdp_config = _fsdp_config(args)
-    here, request = fsdp_config.get("osdp"), launch_request()
+    here, launched = fsdp_config.get("osdp"), launch_request().osdp
     if here is not None and not isinstance(here, (bool, Mapping)):
         raise ValueError(f"fsdp_config has osdp={here!r}; use true, false or a mapping of options.")
-    launched = on_by_default if request.osdp is None else request.osdp
-    if osdp is None and (here is False or (here is None and not launched)):
+    if osdp is None and (here is False or (here is None and not (on_by_default if launched is None else launched))):
         return None
     _refuse_ignored(fsdp_config)
-    options = {
-        **stated_options(here if isinstance(here, Mapping) else None),
-        **stated_options(None if osdp is True else osdp),
-    }
-    if args is not None and args.torch_compile and options.setdefault("compile", True) is False:
-        raise ValueError("torch_compile=True contradicts compile=False in OSDP's options; leave one of the two out.")
-    return merged_config(options, request.plan_options)
+    places = (place for place in (here, osdp) if not isinstance(place, bool))
+    return {name: value for place in places for name, value in stated_options(place).items()}
 
 
 def _refuse_ignored(fsdp_config: Mapping[str, Any]) -> None:
@@ -92,24 +85,6 @@ def plugin_options(args: TrainingArguments) -> dict[str, Any]:
     return {name: stated[name] for name in TAKEN if name in stated}
 
 
-def copied_arguments(args: TrainingArguments) -> TrainingArguments:
-    """Return a copy of the training arguments that the planner may change, with accelerator_config's `num_steps`
-    merged in.
-    """
-    own = copy.copy(args)
-    own.accelerator_config = copy.deepcopy(args.accelerator_config)
-    steps = (accelerator_config_of(own).gradient_accumulation_kwargs or {}).pop("num_steps", None)
-    if steps is not None and args.gradient_accumulation_steps not in (1, steps):
-        raise ValueError(
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps} and num_steps={steps} of"
-            " accelerator_config disagree;"
-            " leave one of the two out."
-        )
-    own.gradient_accumulation_steps = steps or args.gradient_accumulation_steps
-    own.torch_compile = False  # the plan compiles the blocks
-    return own
-
-
 def samples_of_step(args: TrainingArguments) -> int:
     """Return the samples of one optimizer step over all processes; `split_batches` divides each batch among them."""
     batch, splits = args.per_device_train_batch_size, accelerator_config_of(args).split_batches
@@ -122,42 +97,31 @@ def samples_of_step(args: TrainingArguments) -> int:
     return batch * args.gradient_accumulation_steps * (1 if splits else args.world_size)
 
 
-def set_batch(args: TrainingArguments, plan: Plan) -> None:
-    """Write the plan's batch sizes into the Trainer's own arguments, multiplied for `split_batches` if it is set."""
+def planned_arguments(args: TrainingArguments, plan: Plan) -> dict[str, object]:
+    """Return the arguments with which the stock Trainer runs a plan: its batch sizes, multiplied for `split_batches`
+    if it is set; no search for a batch size, and no compilation of the whole model.
+    """
     parts = args.world_size if accelerator_config_of(args).split_batches else 1
-    args.per_device_train_batch_size = plan.micro_batch_size * parts
-    args.gradient_accumulation_steps = plan.accumulation_steps
-    if args.auto_find_batch_size:
-        warn(
-            args, "auto_find_batch_size=True was switched off: the plan sets %d samples at once on each process, which fit"  # noqa: E501
-            " by its estimate.", plan.micro_batch_size,
-        )  # fmt: skip
-    args.auto_find_batch_size = False
+    return {
+        "per_device_train_batch_size": plan.micro_batch_size * parts,
+        "gradient_accumulation_steps": plan.accumulation_steps,
+        "auto_find_batch_size": False,
+        "torch_compile": False,
+    }
 
 
-def refuse_unsupported(given: Mapping[str, Any]) -> None:
-    """Refuse Trainer arguments, by name, that a plan made beforehand cannot account for."""
-    args: TrainingArguments | None = given.get("args")
-    evaluates = [name for name in ("bf16_full_eval", "fp16_full_eval") if args is not None and getattr(args, name)]
-    full = next(iter(evaluates), "")
+def refuse_unsupported(args: TrainingArguments, model: nn.Module | None) -> None:
+    """Refuse what a Trainer is given for which no plan can be made beforehand."""
+    full = next((name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(args, name)), "")
     refuse_first({
-        "OSDP plans for one model when the Trainer is made; pass model=... instead of model_init.":
-            given.get("model") is None,
-        "deepspeed and OSDP both decide how the model is sharded; leave one of them out.":
-            args is not None and args.deepspeed,
+        "OSDP plans for one model; pass model=... instead of model_init.": model is None,
+        "deepspeed and OSDP both decide how the model is sharded; leave one of them out.": args.deepspeed,
         f"{full}=True converts the weights for evaluation, which FSDP2's shards do not allow; leave it out:"
         f" {full.partition('_')[0]}=True computes evaluations in that precision too.":
-            args is not None and full and args.world_size > 1,
+            full and args.world_size > 1,
+        "The Trainer was given torch.compile(model); give it the model itself, and torch_compile=True in its"
+        " arguments.": model is not None and compiled_modules(model),
     })  # fmt: skip
-
-
-def copy_changes(own: TrainingArguments, given: TrainingArguments, before: dict[str, Any]) -> None:
-    """Copy into the Trainer's own arguments each field of the `given` ones that has changed since `before`."""
-    for field in fields(given):
-        value = getattr(given, field.name)
-        if value != before.get(field.name, value):
-            setattr(own, field.name, value)
-            before[field.name] = value
 
 
 def accelerator_config_of(args: TrainingArguments) -> AcceleratorConfig:

@@ -27,7 +27,6 @@ from ..distributed.stop import StopSignal
 from ..errors import CheckpointError
 from ..modeling.identity import configuration_texts, dataset_text, optimizer_texts, schedule_text
 from ..modeling.replaced import replaced
-from ..planner.plan import Plan
 from ..preparation.config import OSDPConfig
 from ..preparation.plan_run import PlannedRun
 from ..sharding.between_steps import AcrossLayouts, mixing_explained
@@ -50,17 +49,13 @@ class TrainerCheckpoints(transformers.Trainer):
     model: Any
     optimizer: Any
     lr_scheduler: Any
-    _osdp: OSDPConfig | None
+    _osdp: OSDPConfig | None = None
+    """The merged options; None for the stock Trainer."""
     _run: PlannedRun | None = None
     _stop: StopSignal
     _requested_batch_size: int
     _files: FileSystem | None = None
     """The file system for shards of the checkpoint that is being saved; None outside of our saving."""
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan that runs; None if OSDP is off."""
-        return None if self._run is None else self._run.plan
 
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         """Save as the stock Trainer, into a hidden folder that is renamed when it is complete."""
@@ -219,7 +214,7 @@ class TrainerCheckpoints(transformers.Trainer):
                 )
             return None
         on_rank_zero(lambda: _check_step(found))
-        warn_of_changes(found, settings, self.plan)
+        warn_of_changes(found, settings, None if self._run is None else self._run.plan)
         return str(found)
 
     def _settings(self) -> dict[str, str]:

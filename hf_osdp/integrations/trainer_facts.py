@@ -30,7 +30,7 @@ from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import reason_against_unit_steps
 from .checkpoints import is_adapted
 from .samples import find_batches, row_tokens, tokens_of
-from .trainer_arguments import accelerator_config_of, samples_of_step, warn
+from .trainer_arguments import planned_arguments, samples_of_step, warn
 from .trainer_loss import MicroBatchRule, bytes_of_other_models, micro_batch_rule, traced_loss
 
 _log = logging.getLogger(__name__)
@@ -42,8 +42,7 @@ def job_of_trainer(
     """Return the job of a Trainer whose `__init__` has returned, for its own datasets or those of a loader.
     Collective.
     """
-    args, plugin = trainer.args, trainer.accelerator.plugin
-    config: OSDPConfig = plugin.config
+    args, config = trainer.args, trainer.accelerator.config
     batches, sequence_length = _batches(trainer, config, loader)
     stock_loss = type(trainer).compute_loss is Trainer.compute_loss
     model_makes_loss = stock_loss and trainer.compute_loss_func is None and trainer.label_smoother is None
@@ -61,7 +60,7 @@ def job_of_trainer(
         adapters=is_adapted(trainer.model),
     )
     job = Job(
-        config=plugin.asking(sized, args.device.type),
+        config=sized,
         world_size=args.world_size,
         device_type=args.device.type,
         precision=Precision.named(args.mixed_precision, autocast=args.world_size == 1),
@@ -71,7 +70,9 @@ def job_of_trainer(
         other_models=bytes_of_other_models(trainer),
         clips_gradients=bool(args.max_grad_norm and args.max_grad_norm > 0),
         against_unit_steps=against_unit_steps,
-        activation_checkpointing=bool(args.gradient_checkpointing or plugin.activation_checkpointing),
+        activation_checkpointing=bool(
+            args.gradient_checkpointing or trainer.accelerator.plugin.activation_checkpointing
+        ),
         reads_loss_alone=model_makes_loss and not args.use_liger_kernel,
         trains=trains,
         folder=folder if trains else None,
@@ -185,15 +186,13 @@ def _tiny_optimizer(trainer: Trainer, name: str) -> torch.optim.Optimizer:
     return cast("torch.optim.Optimizer", cls([nn.Parameter(torch.zeros(1))], **options))
 
 
-def refuse_changes(trainer: Trainer, run: PlannedRun) -> None:
+def refuse_changes(args: TrainingArguments, run: PlannedRun, planned_samples: int) -> None:
     """Refuse a number of samples other than the plan's, and micro-batches that were planned without the training."""
-    plan, parts = run.plan, trainer.args.world_size if accelerator_config_of(trainer.args).split_batches else 1
-    asked = trainer._requested_batch_size  # type: ignore[attr-defined]
-    samples = samples_of_step(trainer.args)
+    plan, asked, samples = run.plan, args.per_device_train_batch_size, samples_of_step(args)
     refuse_first({
         f"This Trainer was planned to evaluate, since it had no train_dataset, with {plan.micro_batch_size} samples at"
         f" once, and the arguments train {asked}: make another Trainer with train_dataset to train.":
-            not run.trains and plan.micro_batch_size * parts != asked,
-        f"The Trainer's arguments now make {samples} samples per step, but the plan has {plan.global_batch_size}; set"
-        " batch sizes before the Trainer is made.": samples != plan.global_batch_size,
+            not run.trains and planned_arguments(args, plan)["per_device_train_batch_size"] != asked,
+        f"The Trainer's arguments now make {samples} samples per step, but the plan was made for {planned_samples};"
+        " set batch sizes before it is made.": samples != planned_samples,
     })  # fmt: skip

@@ -205,9 +205,6 @@ def _batch_count_dependence(trainer: Trainer) -> str | None:
 def traced_loss(trainer: Trainer) -> Callable[..., object]:
     """Return the trainer's `compute_loss` as a function of a fake model, a batch and the number of items of the step,
     by default as many as the batch has labels.
-
-    Each call runs on a copy of the trainer: its metrics stay in the copy, it sends nothing to other ranks, and its
-    modules are fake. A sharded module, such as a reference model, returns the output of the trained model.
     """
 
     def loss(fake_model: nn.Module, batch: Any, items: Any = None) -> object:  # noqa: ANN401
@@ -216,14 +213,10 @@ def traced_loss(trainer: Trainer) -> Callable[..., object]:
             items = max(1, labels.numel()) if isinstance(labels, torch.Tensor) else 1
         elif not isinstance(labels, torch.Tensor):
             items = None
-        last: list[Any] = []
-        copied = _copy_with_fake_model(trainer, fake_model, last)
-        handle = fake_model.register_forward_hook(lambda module, args, output: last.__setitem__(slice(None), [output]))
-        try:
-            return copied.compute_loss(fake_model, batch, num_items_in_batch=items if _counts_items(trainer) else None)
-        finally:
-            handle.remove()
-            last.clear()  # the loss itself keeps what backward needs
+        with _examined(trainer, fake_model):
+            return trainer.compute_loss(
+                fake_model, batch, num_items_in_batch=items if _counts_items(trainer) else None
+            )
 
     return loss
 
@@ -261,25 +254,37 @@ class _LocalAccelerator:
     gather_for_metrics = reduce = pad_across_processes = gather
 
 
-def _copy_with_fake_model(trainer: Trainer, fake_model: nn.Module, last: list[Any]) -> Trainer:
-    """Copy a trainer with a fake model; its sharded models return that model's `last` output, without gradients."""
-    assert isinstance(trainer.model, nn.Module)
-    copied = copy.copy(trainer)
+@contextmanager
+def _examined(trainer: Trainer, fake_model: nn.Module) -> Iterator[None]:
+    """Let a trainer compute its loss with a fake model in this context, and put everything back: what it holds is
+    copied for the time, its modules with fake parameters, and it sends nothing to other ranks.
+
+    A sharded module, such as a reference model, returns the fake model's last output, without gradients.
+    """
+    own, model, last = vars(trainer), trainer.model, list[Any]()
+    assert isinstance(model, nn.Module)
+    before = dict(own)
 
     def last_output(*args: object, **kwargs: object) -> object:
         return tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, requires_grad=False), last[-1])
 
-    for name, value in vars(trainer).items():
-        if value is trainer.model or name in ("model", "model_wrapped"):
-            setattr(copied, name, fake_model)
-        elif isinstance(value, nn.Module):
-            sharded = any(map(is_under_plan, value.modules()))
-            setattr(copied, name, last_output if sharded else _fake_copy(value, trainer.model, fake_model))
-        elif name not in _DATA and not any(_modules_in(value)):
-            setattr(copied, name, rebound(value, {id(trainer): copied, id(trainer.model): fake_model}))
+    handle = fake_model.register_forward_hook(lambda module, args, output: last.__setitem__(slice(None), [output]))
     device = DEVICE if _fake_mode(fake_model) else next(fake_model.parameters()).device
-    copied.accelerator = _LocalAccelerator(trainer.accelerator, device)
-    return copied
+    try:
+        for name, value in before.items():
+            if value is model or name in ("model", "model_wrapped"):
+                own[name] = fake_model
+            elif isinstance(value, nn.Module):
+                sharded = any(map(is_under_plan, value.modules()))
+                own[name] = last_output if sharded else _fake_copy(value, model, fake_model)
+            elif name not in _DATA and not any(_modules_in(value)):
+                own[name] = rebound(value, {id(trainer): trainer, id(model): fake_model})
+        own["accelerator"] = _LocalAccelerator(trainer.accelerator, device)
+        yield
+    finally:
+        handle.remove()
+        own.clear()
+        own.update(before)
 
 
 def _fake_copy(module: nn.Module, model: nn.Module, fake_model: nn.Module) -> nn.Module:

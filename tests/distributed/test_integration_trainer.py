@@ -89,7 +89,8 @@ class StockTrainer(ExactLosses, transformers.Trainer):
 def history(trainer) -> dict[str, list[float]]:
     """Loss and gradient norm of each step, over all ranks."""
     losses = torch.stack(trainer.micro_losses)
-    losses = losses.view(-1, trainer.args.gradient_accumulation_steps).sum(1)
+    parts = trainer.plan.accumulation_steps if hasattr(trainer, "plan") else trainer.args.gradient_accumulation_steps
+    losses = losses.view(-1, parts).sum(1)
     if dist.is_initialized():
         dist.all_reduce(losses)
         losses /= dist.get_world_size()
@@ -223,7 +224,6 @@ def run_planned(name: str, folder: str) -> tuple[dict, dict, list[float], list[f
         osdp = planned_osdp(training.build, **training.osdp)
         seed = launched_rank() if not training.osdp else 0
         trainer, callbacks = trained(PlannedTrainer, training, folder, GLOBAL_BATCH // 2, seed, osdp=osdp)
-        assert osdp.plan is None or trainer.args.per_device_train_batch_size == 2
         evaluated = [trainer.evaluate()["eval_loss"]] if training.evaluates else []
         trainer.train()
         evaluated += [trainer.evaluate()["eval_loss"]] if training.evaluates else []
@@ -349,7 +349,7 @@ def test_wrong_world_optimizer_and_forgotten_cpu_are_refused(tmp_path):
     ):
         args = arguments(str(tmp_path / "out"), per_device_train_batch_size=4, optim=optim)
         with pytest.raises(PlanError, match=said):
-            Trainer(model=tiny_model(), args=args, osdp=OSDPConfig(plan=given), **data)
+            Trainer(model=tiny_model(), args=args, osdp=OSDPConfig(plan=given), **data).train()
 
 
 class CallsModelToSave(PlannedTrainer):
@@ -469,8 +469,8 @@ def test_batch_is_what_the_arguments_mean_for_all_ranks(tmp_path):
     switched_off = [line for line in said if line.startswith("auto_find_batch_size=True was switched off")]
     assert bool(switched_off) == (dist.get_rank() == 0)
     with pytest.raises(ValueError, match=r"^split_batches=True cannot split batches of 3 over 2 processes"):
-        by_arguments(tmp_path, {}, per_device_train_batch_size=3, **SPLIT)
-    with pytest.raises(ValueError, match=r"^gradient_accumulation_steps=4 and num_steps=2 of accelerator_config"):
+        by_arguments(tmp_path, {}, per_device_train_batch_size=3, **SPLIT).train()
+    with pytest.raises(ValueError, match=r"`num_steps` is set but `gradient_accumulation_steps` is greater than 1"):
         by_arguments(tmp_path, {}, gradient_accumulation_steps=4, **STEPS_OF_2)
 
 
@@ -489,22 +489,35 @@ def test_warning_at_resume_compares_what_the_user_set(tmp_path, batch):
     assert not lines or "per_device_train_batch_size: 2 (from args) != 4 (from trainer_state.json)" in lines[0]
 
 
+class Seen(TrainerCallback):
+    """Notes the batch sizes that callbacks see."""
+
+    def __init__(self):
+        self.batches = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.batches.append((args.per_device_train_batch_size, args.gradient_accumulation_steps))
+
+
 @pytest.mark.on_ranks(2, shared=True)
 def test_later_changes_of_arguments_count_or_are_refused(tmp_path):
-    config = OSDPConfig(strategy="fsdp", micro_batch_size=2, hardware=preset("cpu", devices_per_node=2))
+    config = OSDPConfig(strategy="fsdp", micro_batch_size=1, hardware=preset("cpu", devices_per_node=2))
     options = {"per_device_train_batch_size": 2, "max_grad_norm": 0.0, "max_steps": 2, "lr_scheduler_type": "constant"}
 
     def made(**more: Any) -> tuple[Any, Trainer]:
         args = arguments(str(tmp_path), **options)
         return args, Trainer(model=tiny_model(), args=args, train_dataset=tokens(), osdp=config, **more)
 
-    args, changed = made()
-    args.learning_rate = 0.25
+    seen = Seen()
+    args, changed = made(callbacks=[seen])
+    args.learning_rate, args.gradient_accumulation_steps = 0.25, 2
     changed.train()
     assert changed.state.log_history[0]["learning_rate"] == 0.25
-    args, larger = made()
+    assert (changed.plan.global_batch_size, changed.plan.accumulation_steps) == (8, 4)
+    assert seen.batches == [(1, 4)] * 2
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (2, 2)
     args.per_device_train_batch_size = 4
     with pytest.raises(
-        ValueError, match=r"^The Trainer's arguments now make 8 samples per step, but the plan has 4; set batch"
+        ValueError, match=r"^The Trainer's arguments now make 16 samples per step, but the plan was made for 8; set"
     ):
-        larger.train()
+        changed.train()

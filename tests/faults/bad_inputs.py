@@ -31,7 +31,8 @@ from hf_osdp.cli.app import app
 from hf_osdp.distributed.process_group import prepare_group
 from hf_osdp.integrations.launch import launch_request
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
-from hf_osdp.integrations.trainer_arguments import requested_config
+from hf_osdp.integrations.plugin import OSDPPlugin
+from hf_osdp.integrations.trainer_arguments import requested_options
 from hf_osdp.modeling.split.operators import split_operators
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import DType, ModelDescription
@@ -67,7 +68,7 @@ def option(given: str, folder: Path) -> Give:
 def trainer(given: str, folder: Path) -> Give:
     def asked(osdp: object = None, fsdp_config: dict[str, object] | None = None) -> object:
         fsdp = {"fsdp": [], "fsdp_plugin_args": None, "fsdp_config": fsdp_config}
-        return requested_config(osdp, SimpleNamespace(**fsdp, torch_compile=False))
+        return OSDPPlugin(osdp=requested_options(osdp, SimpleNamespace(**fsdp)) or {})
 
     return lambda: eval(given, {"Trainer": asked, "TrainingArguments": asked})
 

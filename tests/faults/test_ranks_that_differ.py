@@ -87,13 +87,12 @@ def said_by(act) -> str:
 def of_trainers(folder: str) -> dict[str, str]:
     """The line of each change on rank 1."""
     one, lines = trainer(folder), {}
-    odd, arguments = dist.get_rank() == 1, one._given_args[0]
+    odd, arguments = dist.get_rank() == 1, one.args
     for name, value in OF_ARGUMENTS.items():
         before = getattr(arguments, name)
         setattr(arguments, name, value if odd else before)
         lines[name] = said_by(one.train)
         setattr(arguments, name, before)
-        setattr(one.args, name, before)
     data, one.train_dataset = one.train_dataset, rows(seed=4 if odd else 3)
     lines["dataset"] = said_by(one.train)
     one.train_dataset = data

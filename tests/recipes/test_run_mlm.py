@@ -50,7 +50,7 @@ STRATEGIES = {"group_sharding": "hsdp", "communication_with_groups": "two_stage"
 def test_grouping_is_a_strategy_and_goes_before_that_of_the_launcher(monkeypatch, grouping):
     from run_mlm import ModelArguments, parse_arguments, with_grouping
 
-    from hf_osdp.integrations.trainer_arguments import requested_config
+    from hf_osdp.integrations.plugin import OSDPPlugin
 
     argv = ["--output_dir", "out", *([] if grouping is None else ["--grouping", grouping])]
     model_args, _, osdp = parse_arguments((ModelArguments, TrainingArguments), argv)
@@ -59,7 +59,7 @@ def test_grouping_is_a_strategy_and_goes_before_that_of_the_launcher(monkeypatch
     for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "{'osdp': True, 'strategy': 'ddp', 'report': False}")
-    config = requested_config(options, None)
+    config = OSDPPlugin(osdp=options).config
     assert (config.strategy, config.report) == (STRATEGIES[grouping], False)
 
 

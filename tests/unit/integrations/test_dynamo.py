@@ -9,6 +9,8 @@ from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from accelerate.utils.other import is_compiled_module
 
 from hf_osdp.integrations.accelerator import OSDPAccelerator
+from hf_osdp.integrations.plugin import unwrapped
+from hf_osdp.preparation.config import OSDPConfig
 from tests.helpers.models import tiny_model
 
 
@@ -40,19 +42,16 @@ def test_blocks_are_compiled_as_launcher_and_dynamo_ask_and_accelerate_compiles_
     if variable:
         monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", variable)
     for accelerator in (OSDPAccelerator(cpu=True, osdp={}, **asked), OSDPAccelerator(cpu=True, osdp={}, **asked)):
-        assert accelerator.plugin.osdp.compile == compiles
+        assert accelerator.config.compile == compiles
         backend = accelerator.state.dynamo_plugin.backend
         assert not compiles or backend == DynamoBackend.INDUCTOR, "others share the state"
         assert not is_compiled_module(accelerator.prepare_model(torch.nn.Linear(2, 2), evaluation_mode=True))
 
 
 def test_model_wrapped_by_torch_compile_is_unwrapped_and_blocks_compiled():
-    accelerator = OSDPAccelerator(cpu=True, osdp={})
-    model = tiny_model("gpt2")
-    assert accelerator._without_wrappers(model) is model
-    assert not accelerator.plugin.osdp.compile
-    assert accelerator._without_wrappers(torch.compile(model)) is model
-    assert accelerator.plugin.osdp.compile
+    model, config = tiny_model("gpt2"), OSDPConfig()
+    assert unwrapped(model, config) == (model, config)
+    assert unwrapped(torch.compile(model), config) == (model, OSDPConfig(compile=True))
 
 
 def test_what_a_plan_cannot_compile_is_refused_in_one_line():
@@ -66,4 +65,4 @@ def test_what_a_plan_cannot_compile_is_refused_in_one_line():
         OSDPAccelerator(cpu=True, osdp=given, dynamo_backend="inductor")
     AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.raises(ValueError, match="so compile=True would have no effect; leave one of the two out"):
-        OSDPAccelerator(cpu=True, osdp=given)._without_wrappers(torch.compile(tiny_model("gpt2")))
+        OSDPAccelerator(cpu=True, osdp=given).plan(torch.compile(tiny_model("gpt2")))

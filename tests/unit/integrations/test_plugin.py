@@ -17,7 +17,7 @@ from transformers import TrainingArguments
 from hf_osdp import OSDPAccelerator, Trainer
 from hf_osdp.errors import PlanError
 from hf_osdp.integrations.plugin import OSDPPlugin, plugin_for, precision_of
-from hf_osdp.integrations.trainer_arguments import copied_arguments, plugin_options, requested_config
+from hf_osdp.integrations.trainer_arguments import plugin_options, requested_options
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import DType
 from hf_osdp.preparation.config import OSDPConfig
@@ -113,44 +113,41 @@ def test_plugin_for_takes_a_plugin_or_a_configuration(monkeypatch):
     (None, {"osdp": {"strategy": "hsdp"}}, ON, {"strategy": "hsdp", "memory_limit": "1GiB"}),
     (None, {"osdp": False}, ON, None),
 ])  # fmt: skip
-def test_requested_config_merges_argument_fsdp_config_and_launcher(
+def test_requested_options_merges_argument_fsdp_config_and_launcher(
     tmp_path, monkeypatch, asked, fsdp_config, launched, expected
 ):
     args = arguments(tmp_path, fsdp_config=fsdp_config)
     if launched is not None:
         launch(monkeypatch, launched)
-    config = requested_config(asked, args)
-    assert config == (None if expected is None else OSDPConfig(**expected))
-    if config is not None:
-        assert OSDPPlugin(osdp=config.options()).osdp == config
+    options = requested_options(asked, args)
+    assert (options is None) == (expected is None)
+    if options is not None:
+        config = OSDPPlugin(osdp=options).config
+        assert config == OSDPConfig(**expected)
         if asked not in (None, True) and fsdp_config is None:
             assert OSDPPlugin(osdp=asked).osdp == plugin_for(asked, None).osdp == config
 
 
-def test_requested_config_reads_the_file_of_fsdp_config(tmp_path):
+def test_requested_options_reads_the_file_of_fsdp_config(tmp_path):
     file = tmp_path / "fsdp.json"
     file.write_text(json.dumps({"osdp": {"strategy": "zero2"}, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}))
     args = arguments(tmp_path, fsdp_config=str(file))
-    assert requested_config(None, args) == OSDPConfig(strategy="zero2")
+    assert requested_options(None, args) == {"strategy": "zero2"}
     assert plugin_options(args) == {"state_dict_type": "SHARDED_STATE_DICT"}
 
 
 def test_torch_compile_of_arguments_is_an_option_of_plans(tmp_path):
     for asked in (True, False):
         args = arguments(tmp_path, torch_compile=asked)
-        assert (
-            Trainer(model=tiny_model("gpt2", layers=1), args=args, osdp=True).accelerator.plugin.config.compile
-            == asked
-        )
-    with pytest.raises(ValueError, match="leave one of the two out"):
-        requested_config({"compile": False}, arguments(tmp_path, torch_compile=True))
-    assert not copied_arguments(arguments(tmp_path, torch_compile=True)).torch_compile
+        assert Trainer(model=tiny_model("gpt2", layers=1), args=args, osdp=True).accelerator.config.compile == asked
+    with pytest.raises(ValueError, match=r"^The Trainer was given torch.compile\(model\); give it the model itself"):
+        Trainer(model=torch.compile(tiny_model("gpt2", layers=1)), args=arguments(tmp_path), osdp=True)
 
 
 def test_trainer_and_accelerator_refuse_what_has_no_effect(tmp_path):
     args = arguments(tmp_path, per_device_train_batch_size=8, gradient_checkpointing=True)
     with pytest.raises(ValueError, match="recompute=False has no effect with activation checkpointing"):
-        Trainer(model=tiny_model("gpt2", layers=1), args=args, train_dataset=DATA, osdp={"recompute": False})
+        Trainer(model=tiny_model("gpt2", layers=1), args=args, train_dataset=DATA, osdp={"recompute": False}).train()
     with pytest.raises(ValueError, match="model_init"):
         Trainer(model_init=lambda: None, args=args, train_dataset=DATA, osdp=True)
     with pytest.raises(ValueError, match=r"^comm_hook=bf16 is for DDP and has no effect under a plan"):

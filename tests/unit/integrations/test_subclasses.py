@@ -61,7 +61,11 @@ def test_osdp_is_an_option_of_subclasses_unaware_of_it(tmp_path):
             self.given = osdp
             super().__init__(*args, osdp=osdp, **kwargs)
 
-    for cls in (with_osdp(Scaled), Mine):
+    class Bound(Mine):
+        def __init__(self, model, args, scale, train_dataset):
+            super().__init__(model, args, scale, train_dataset=train_dataset)
+
+    for cls in (with_osdp(Scaled), Mine, Bound):
         trainer = cls(model(), arguments(tmp_path), 2.0, train_dataset=rows(), osdp=CONFIG)
         assert trainer.plan is not None and trainer.scale == 2.0 and isinstance(trainer, Scaled)
         assert isinstance(trainer, hf_osdp.Trainer)
@@ -84,13 +88,13 @@ def test_with_osdp_keeps_known_classes_and_refuses_others():
 def test_plan_is_made_for_the_loss_that_runs(tmp_path):
     own = with_osdp(Scaled)(model(), arguments(tmp_path), 1.0, train_dataset=rows(), osdp=CONFIG)
     stock = hf_osdp.Trainer(model=model(), args=arguments(tmp_path), train_dataset=rows(), osdp=CONFIG)
-    assert own.seen == [], "the trainer itself stays as it is"
+    assert own.plan.sequence_length == stock.plan.sequence_length == 16
+    assert own.seen == [] and "compute_loss" not in vars(own), "the trainer itself stays as it is"
     assert own._run.inputs.description.trace.startswith("fake tensors")
     segments = [trainer._run.inputs.description.segments for trainer in (own, stock)]
     held = [sum(segment.saved_bytes.bytes(2) for segment in each) for each in segments]
     assert held[0] != held[1]
     assert own._run.inputs.description.other_bytes == (3 * 5 + 5) * 4 == bytes_of_other_models(own)["judge"]
-    assert own.plan.sequence_length == 16
 
 
 class Weighs(transformers.Trainer):
@@ -127,6 +131,7 @@ def test_tracing_leaves_modules_and_counters_of_a_loss_as_they_are(tmp_path):
     trainers = [with_osdp(Weighs)(model=of, weigh=loss, **about) for of, loss in ((inner, holds), (model(), own))]
     for loss in (given, lambda outputs, labels, num_items_in_batch=None: enclosed(outputs, labels)):
         trainers.append(hf_osdp.Trainer(model=model(), compute_loss_func=loss, **about))
+    assert all(trainer.plan for trainer in trainers)
     assert all(trainer._run.inputs.description.trace.startswith("fake tensors") for trainer in trainers)
     assert trainers[0].weigh.inner is inner and holds.own.grad is None
     assert [each.calls for each in (own, given, enclosed)] == [0, 0, 0]

@@ -176,4 +176,4 @@ def test_micro_batch_size_that_would_multiply_loss_parts_is_refused(tmp_path):
     osdp = OSDPConfig(hardware="cpu", micro_batch_size=1)
     args = arguments(tmp_path)
     with pytest.raises(ValueError, match="so micro_batch_size=1 would train something else than the 2 samples"):
-        hf_osdp.Trainer(model=mixtral(output_router_logits=True), args=args, train_dataset=rows(), osdp=osdp)
+        hf_osdp.Trainer(model=mixtral(output_router_logits=True), args=args, train_dataset=rows(), osdp=osdp).train()
