@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType
 from torch import nn
 
@@ -26,7 +24,7 @@ from ..sharding.state import full_state_dict
 from ..sharding.steps import micro_step
 from .accelerator_preparation import AcceleratorPreparation
 from .launch import launch_request
-from .plugin import plugin_for, with_dynamo
+from .plugin import plugin_for, precision_of, with_dynamo
 
 _REFUSED = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
 """Arguments of `Accelerator` that decide how the model is sharded."""
@@ -61,21 +59,21 @@ class OSDPAccelerator(AcceleratorPreparation):
         self,
         *args: Any,
         osdp: OSDPConfig | Mapping[str, object] | None = None,
+        fsdp_plugin: object = None,
+        cpu: bool = False,
+        kwargs_handlers: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> None:
         say_uncaught_once()
-        options = dict(inspect.signature(Accelerator.__init__).bind(self, *args, **kwargs).arguments)
-        del options["self"]
-        if other := next((name for name in _REFUSED if options.get(name) is not None), None):
+        if other := next((name for name in _REFUSED if kwargs.get(name) is not None), None):
             raise ValueError(
                 f"{other} and OSDP both decide how the model is sharded; leave {other} out, or use accelerate's"
                 " Accelerator."
             )
-        plugin = plugin_for(osdp, options.pop("fsdp_plugin", None))
-        cpu = options.pop("cpu", False) or launch_request().use_cpu or not torch.accelerator.is_available()
+        plugin, handlers = plugin_for(osdp, fsdp_plugin), list(kwargs_handlers or ())
+        cpu = cpu or launch_request().use_cpu or not torch.accelerator.is_available()
         self._schedules = WeakKeyDictionary()
         self._earlier_error = id(sys.exc_info()[1])  # being handled: of a training that failed before this one
-        handlers = options.get("kwargs_handlers") or ()
         hooks = {getattr(handler, "comm_hook", DDPCommunicationHookType.NO) for handler in handlers} - {
             DDPCommunicationHookType.NO
         }
@@ -87,13 +85,16 @@ class OSDPAccelerator(AcceleratorPreparation):
         methods = {getattr(handler, "init_method", None) for handler in handlers}
         if methods <= {None, "env://"}:  # else the launcher's variables do not say where ranks meet
             prepare_group()
-        super().__init__(fsdp_plugin=plugin, cpu=cpu, **options)
+        super().__init__(*args, fsdp_plugin=plugin, cpu=cpu, kwargs_handlers=handlers, **kwargs)
         if self.num_processes == 1 and launched_world_size() > 1:
             raise ValueError(
                 f"{launched_world_size()} processes were launched, but this one is not connected to the others;"
                 " pass cpu=True (TrainingArguments(use_cpu=True) with the Trainer) to run them on the CPU."
             )
         self.plugin, self.config = plugin, plugin.asking(with_dynamo(plugin.config, self.state), self.device.type)
+        self.precision = precision_of(
+            self.mixed_precision, plugin.mixed_precision_policy, single_process=self.num_processes == 1
+        )
         self._writer = CheckpointWriter(in_background=self.config.async_save)
         self._select_fsdp()
 

@@ -19,20 +19,21 @@ from ..measurement.step_meter import Observation, StepMeter
 from ..modeling.batch import Inputs
 from ..modeling.build import checkpoint_blocks
 from ..modeling.replaced import replaced
+from ..planner.optimizers import upper_bound
 from ..planner.plan import Plan
-from ..planner.training_job import OptimizerSpec
+from ..planner.training_job import OptimizerSpec, Precision
 from ..preparation.config import OSDPConfig
 from ..preparation.job import Job, RunFolder
 from ..preparation.out_of_memory import OutOfMemoryHandler
 from ..preparation.plan_run import PlannedRun
 from ..sharding.environment import form_process_group, prepare_model, uses_host
 from ..sharding.gradients import OSDPGradScaler
-from ..sharding.optimizer import spec_of_optimizer, spec_of_optimizers
+from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import bind_optimizer, reason_against_unit_steps
 from ..sharding.replicas import is_under_plan
 from .announce import announce_result, plan_and_announce
 from .checkpoints import AcceleratorCheckpoints
-from .plugin import OSDPPlugin, precision_of, unwrapped
+from .plugin import OSDPPlugin, unwrapped
 from .samples import batches_of_loader
 from .sharding import apply_plan_unsharded, prepare_late_optimizers, shard_model
 
@@ -45,6 +46,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
     plugin: OSDPPlugin
     config: OSDPConfig
     """The options of the plan, merged from all places that set them."""
+    precision: Precision
     meter: StepMeter | None = None
     measured: Observation | None = None
     """Measurement of the loop's first optimizer steps, the same on every process; None until they have ended."""
@@ -76,7 +78,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         sizes: dict[str, Any] = {"sequence_length": sequence_length, "global_batch_size": global_batch_size}
         model, config = unwrapped(model, self.config)
         config = replace(config, **{name: value for name, value in sizes.items() if value})
-        return self._make_plan(model, config, optimizer)
+        return self._make_plan(model, config, [optimizer])
 
     def use_plan(self, run: PlannedRun) -> None:
         """Use this plan in `prepare`; `no_sync`, not Accelerate, then decides when gradients are reduced.
@@ -84,11 +86,10 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         A single process runs under FSDP2, with its mixed precision, only if the plan keeps units on the host: under
         autocast, the copies of their weights would stay on the device from forward to backward.
         """
-        self.plugin.check_given(run.plan, self.device.type)
         self.planned_run, self._writer.plan = run, run.plan
         if not self.is_fsdp2 and uses_host(run.plan):
             form_process_group(needed=True)
-            self._use_fsdp()
+            self._distribute(DistributedType.FSDP)
         self.gradient_state.plugin_kwargs["sync_each_batch"] = False
 
     def _for_loader(
@@ -114,7 +115,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         self,
         model: nn.Module,
         config: OSDPConfig,
-        optimizer: torch.optim.Optimizer | OptimizerSpec | None,
+        optimizers: Sequence[torch.optim.Optimizer | OptimizerSpec | None],
         loader: DataLoader[Any] | None = None,
     ) -> Plan:
         """Make the plan for the batches of the training loader, or without one for those of the configuration; print
@@ -129,23 +130,23 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         })  # fmt: skip
         if self.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             config = replace(config, reduce_every_micro_step=True)
+        made = _of_type(optimizers, torch.optim.Optimizer)
         job = Job(
             config=config,
             world_size=self.num_processes,
             device_type=self.device.type,
-            precision=precision_of(
-                self.mixed_precision, self.plugin.mixed_precision_policy, single_process=self.num_processes == 1
+            precision=self.precision,
+            optimizer=upper_bound(
+                [
+                    one if isinstance(one, OptimizerSpec) else spec_of_optimizer(one, device_type=self.device.type)
+                    for one in optimizers or [None]
+                ]
             ),
-            optimizer=optimizer
-            if isinstance(optimizer, OptimizerSpec)
-            else spec_of_optimizer(optimizer, device_type=self.device.type),
             inputs=inputs,
             holds_outputs=True,  # as the usual loop does: `out = model(**batch); accelerator.backward(out.loss)`
             activation_checkpointing=bool(self.plugin.activation_checkpointing),
-            against_unit_steps=reason_against_unit_steps(optimizer)
-            if isinstance(optimizer, torch.optim.Optimizer)
-            else None,
-            trains=optimizer is not None,
+            against_unit_steps=next(filter(None, map(reason_against_unit_steps, made)), None),
+            trains=any(optimizers),
             folder=project_folder(self.project_configuration),
         )
         prepare_model(model, job.precision)
@@ -177,7 +178,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
             )
         if models and not is_under_plan(models[0]):
             if self.planned_run is None:
-                self._make_plan(models[0], config, self._optimizer_to_plan(optimizers), *loaders[:1])
+                self._make_plan(models[0], config, optimizers, *loaders[:1])
             self._check_loader(self._planned.plan, *loaders[:1])
             if not self.is_fsdp2:
                 self._apply_plan(models[0], optimizers)
@@ -190,13 +191,6 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
             self._compare_training(objects)
             self._bind_optimizers(optimizers, self.planned_run)
         return result
-
-    def _optimizer_to_plan(
-        self, optimizers: Sequence[torch.optim.Optimizer]
-    ) -> torch.optim.Optimizer | OptimizerSpec | None:
-        if len(optimizers) > 1:
-            return spec_of_optimizers(optimizers, device_type=self.device.type)
-        return (*optimizers, None)[0]
 
     def _check_loader(self, plan: Plan, loader: DataLoader[Any] | None = None) -> None:
         """Refuse a loader for training with another batch size than the plan's."""
@@ -267,23 +261,19 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         single one; prepare loss scaling, also on the CPU.
         """
         if self.num_processes == 1:
-            AcceleratorState._shared_state.pop("fsdp_plugin", None)
-            self._set_distributed_type(DistributedType.NO)
+            self._distribute(DistributedType.NO)
         elif self.state.distributed_type in (DistributedType.MULTI_CPU, DistributedType.FSDP):
-            self._use_fsdp()
+            self._distribute(DistributedType.FSDP)
         if self.state.mixed_precision == "fp16":  # the stock scaler checks the first mesh only
             options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
             self.scaler = OSDPGradScaler(device=self.device.type, **options)
             self.native_amp = True
 
-    def _use_fsdp(self) -> None:
-        """Select FSDP with this plugin in the shared state, which keeps the first plugin."""
-        if self.state.mixed_precision != "no" and self.plugin.mixed_precision_policy is None:
-            self.plugin.set_mixed_precision(self.state.mixed_precision)
-        AcceleratorState._shared_state["fsdp_plugin"] = self.plugin
-        self._set_distributed_type(DistributedType.FSDP)
-
-    def _set_distributed_type(self, kind: DistributedType) -> None:
+    def _distribute(self, kind: DistributedType) -> None:
+        """Select FSDP with this plugin, or nothing, in the state that all accelerators share, which keeps the first
+        plugin.
+        """
+        AcceleratorState._shared_state["fsdp_plugin"] = self.plugin if kind is DistributedType.FSDP else None
         for state in (AcceleratorState, PartialState):
             state._shared_state["distributed_type"] = kind
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-import torch
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import DynamoBackend
@@ -18,9 +17,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from ..distributed.launcher import variable
-from ..errors import PlanError, refuse_first
+from ..errors import refuse_first
 from ..modeling.units import dtype_of
-from ..planner.plan import Plan
 from ..planner.training_job import Precision
 from ..preparation.config import OSDPConfig, merged_config
 from .launch import launch_request
@@ -28,7 +26,6 @@ from .launch import launch_request
 TAKEN = ("cpu_offload", "cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing")
 """Fields of the base class that a plan follows, by their names in `TrainingArguments.fsdp_config` too."""
 _log = logging.getLogger(__name__)
-_COMPUTE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _NOT_IN_FSDP2 = (
     "backward_prefetch",
     "forward_prefetch",
@@ -102,37 +99,19 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
         """Return the options of a run with those for which the plugin's own fields ask."""
         if self.pin_memory is None:
             return config
-        if config.host_offload is False:
-            raise ValueError(
-                "host_offload=False, but cpu_offload moves all states to the host; leave one of the two out."
-            )
+        refuse_first({
+            "host_offload=False, but cpu_offload moves all states to the host; leave one of the two out.":
+                config.host_offload is False,
+            "cpu_offload has no effect on a given plan, which says which units are on the host; leave it out.":
+                config.plan is not None,
+        })  # fmt: skip
         if device_type == "cpu":
             _log.warning("cpu_offload has no effect on the CPU, which trains in the host's own memory; leave it out.")
             return config
-        return config if config.plan is not None else replace(config, host_offload=True)
+        return replace(config, host_offload=True)
 
-    def check_given(self, plan: Plan, device_type: str) -> None:
-        """Raise PlanError if a plan keeps units on the device that `cpu_offload` moves to the host."""
-        on_device = sum(not unit.on_host for unit in plan.units)
-        if self.pin_memory is not None and device_type != "cpu" and on_device:
-            raise PlanError(
-                f"cpu_offload moves every unit to the host, but the plan keeps {on_device} on the device; leave it"
-                " out, or plan again."
-            )
-
-    def set_mixed_precision(
-        self: Any, mixed_precision: str | None, buffer_autocast: bool = False, override: bool = False
-    ) -> None:
-        """Compute in `mixed_precision` and reduce gradients in float32; activations keep the dtype that the model
-        gives them.
-        """
-        if isinstance(mixed_precision, str) and mixed_precision in _COMPUTE_DTYPES:
-            if override or self.mixed_precision_policy is None:
-                self.mixed_precision_policy = MixedPrecisionPolicy(
-                    param_dtype=_COMPUTE_DTYPES[mixed_precision], reduce_dtype=torch.float32
-                )
-            return
-        super().set_mixed_precision(mixed_precision, buffer_autocast=buffer_autocast, override=override)
+    def set_mixed_precision(self, *args: object, **kwargs: object) -> None:
+        """Leave the policy to the user: without one, the run's `Precision` says how to compute and reduce."""
 
 
 def plugin_for(osdp: OSDPConfig | Mapping[str, object] | None, plugin: object) -> OSDPPlugin:

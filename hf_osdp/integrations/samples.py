@@ -22,6 +22,8 @@ from ..distributed.process_group import all_gather_objects
 from ..modeling.batch import random_states_kept, with_row_length
 from ..modeling.replaced import replaced
 
+_MAX_SAMPLES = 2**18
+"""Most samples to read by their index."""
 _MAX_STREAM_SAMPLES = 256
 """Most samples to read from a stream."""
 _MAX_READ_S = 2.0
@@ -90,13 +92,14 @@ def _longest_samples(dataset: Any) -> tuple[list[Any], int, bool]:  # noqa: ANN4
     were read.
 
     From a `datasets.Dataset` only lengths are read, for all rows. Other datasets with a length are read sample by
-    sample, evenly spread, for at most two seconds. From a stream the first samples of a copy are read.
+    sample, in a random order, for at most two seconds. From a stream the first samples of a copy are read.
     """
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         total = len(dataset)
         if total and (rows := _longest_rows(dataset)) is not None:
             return [dataset[row] for row in rows], total, True
-        samples, seen = _longest(dataset[index] for index in _spread_indices(total))
+        indices = random.Random(0).sample(range(total), min(total, _MAX_SAMPLES))
+        samples, seen = _longest(dataset[index] for index in indices)
         return samples, seen, seen == total
     try:
         stream = copy.deepcopy(dataset)
@@ -209,15 +212,6 @@ def _longest_rows(dataset: Any) -> tuple[int, ...] | None:  # noqa: ANN401  of a
         rows = dataset._indices.column(0).to_numpy()
         lengths = [column[rows] for column in lengths]
     return tuple(dict.fromkeys(int(values.argmax()) for values in (sum(lengths), *lengths)))
-
-
-def _spread_indices(total: int) -> Iterator[int]:
-    """Yield every index once, in an order in which the first ones are spread evenly."""
-    step = 1 << max(0, total - 1).bit_length()
-    yield from range(0, total, step)
-    while step > 1:
-        yield from range(step // 2, total, step)
-        step //= 2
 
 
 def _longest(samples: Iterable[Any]) -> tuple[list[Any], int]:

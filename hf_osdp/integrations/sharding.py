@@ -11,7 +11,7 @@ from torch import nn
 from ..distributed.mesh import world_size
 from ..preparation.plan_run import PlannedRun
 from ..sharding.apply import apply_plan, refuse_hooks
-from ..sharding.environment import apply_tied, move_to_device
+from ..sharding.environment import apply_tied, move_to_device, mp_policy
 from ..sharding.optimizer_steps import (
     parameter_names,
     rebind_parameters,
@@ -44,7 +44,7 @@ def shard_model(
     weights = _detach_weights(model) if plugin.cpu_ram_efficient_loading and world_size() > 1 else None
     apply_plan(
         model, run.plan, run.units,
-        mp_policy=plugin.mixed_precision_policy,
+        mp_policy=plugin.mixed_precision_policy or mp_policy(run.inputs.job.precision),
         pin_memory=plugin.pin_memory,
     )  # fmt: skip
     if weights is not None:

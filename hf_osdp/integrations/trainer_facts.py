@@ -22,7 +22,7 @@ from ..checkpoint.resume import recorded_manifest
 from ..errors import one_line, refuse_first
 from ..modeling.batch import Inputs
 from ..planner.optimizers import knows_trainer_name, spec_of_trainer_name
-from ..planner.training_job import OptimizerSpec, Precision
+from ..planner.training_job import OptimizerSpec
 from ..preparation.config import OSDPConfig
 from ..preparation.job import Job, RunFolder
 from ..preparation.plan_run import PlannedRun
@@ -63,7 +63,7 @@ def job_of_trainer(
         config=sized,
         world_size=args.world_size,
         device_type=args.device.type,
-        precision=Precision.named(args.mixed_precision, autocast=args.world_size == 1),
+        precision=trainer.accelerator.precision,
         optimizer=optimizer,
         inputs=batches,
         loss=None if batches is None or config.inputs or model_makes_loss else traced_loss(trainer),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from ..distributed.mesh import world_size
 from ..errors import OSDPError
-from ..planner.optimizers import ADVICE, spec_of_trainer_name, upper_bound
+from ..planner.optimizers import ADVICE, spec_of_trainer_name
 from ..planner.training_job import OptimizerSpec
 from .gradients import shard_size
 from .optimizers import kind_of, unwrapped
@@ -62,8 +62,3 @@ def spec_of_optimizer(optimizer: torch.optim.Optimizer | None, *, device_type: s
         return kind_of(optimizer).spec(device_type)
     except OSDPError as error:
         raise ValueError(str(error)) from error
-
-
-def spec_of_optimizers(optimizers: Sequence[torch.optim.Optimizer], *, device_type: str) -> OptimizerSpec:
-    """Return an upper bound of what several optimizers of one model hold."""
-    return upper_bound([spec_of_optimizer(optimizer, device_type=device_type) for optimizer in optimizers])

@@ -29,7 +29,7 @@ from hf_osdp.planner.cost.timing import estimate_time
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import DType, ParameterSpec
 from hf_osdp.planner.hardware import Collective
-from hf_osdp.planner.optimizers import spec_of_trainer_name
+from hf_osdp.planner.optimizers import spec_of_trainer_name, upper_bound
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
@@ -44,7 +44,7 @@ from hf_osdp.report.plan_file import PlanInputs
 from hf_osdp.report.tables import plan_lines
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.gradients import local
-from hf_osdp.sharding.optimizer import check_optimizer, spec_of_optimizer, spec_of_optimizers
+from hf_osdp.sharding.optimizer import check_optimizer, spec_of_optimizer
 from hf_osdp.sharding.optimizer_steps import (
     bind_optimizer,
     parameter_names,
@@ -403,15 +403,19 @@ def test_temporaries_of_a_replica_are_those_of_torch(shape):
 
 def test_optimizers_beside_muon_are_counted_and_matrices_by_shape():
     muons = torch.optim.Muon([*matrix(4, 8), *matrix(8, 4), *matrix(4, 8)])
-    both = spec_of_optimizers([muons, torch.optim.AdamW(matrix(8, 8), foreach=True)], device_type="cpu")
+
+    def beside(other: torch.optim.Optimizer) -> object:
+        return upper_bound([spec_of_optimizer(one, device_type="cpu") for one in (muons, other)])
+
+    both = beside(torch.optim.AdamW(matrix(8, 8), foreach=True))
     assert (both.states, both.step, both.matrices) == (2, OptimizerStep.FOREACH, ((4, 8), (8, 4)))
     assert not both.needs_whole
     wide, other = (ParameterSpec(name="weight", shape=shape, dtype=DType.FLOAT32) for shape in ((4, 8), (8, 8)))
     assert both.gathered_bytes(wide, 3) == 2 * 6 * 8
     assert both.gathered_bytes(wide, 1) == both.gathered_bytes(other, 2) == 0
-    whole = spec_of_optimizers([muons, torch.optim.Adafactor(matrix(8, 8))], device_type="cpu")
+    whole = beside(torch.optim.Adafactor(matrix(8, 8)))
     assert whole.needs_whole and whole.matrices == both.matrices
-    sgd = spec_of_optimizers([muons, torch.optim.SGD(matrix(8, 8), lr=0.1)], device_type="cpu")
+    sgd = beside(torch.optim.SGD(matrix(8, 8), lr=0.1))
     assert (sgd.states, sgd.loop_scratch) == (1, 2.0)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,15 +14,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import TrainingArguments
 
 from hf_osdp import OSDPAccelerator, Trainer
-from hf_osdp.errors import PlanError
 from hf_osdp.integrations.plugin import OSDPPlugin, plugin_for, precision_of
 from hf_osdp.integrations.trainer_arguments import plugin_options, requested_options
-from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import DType
+from hf_osdp.planner.training_job import Precision
 from hf_osdp.preparation.config import OSDPConfig
-from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_model
 
+BFLOAT16 = DType.BFLOAT16
 ON, OFF = "{'osdp': True, 'memory_limit': '1GiB'}", "{'osdp': False, 'memory_limit': '1GiB'}"
 DDP = "{'osdp': True, 'strategy': 'ddp'}"
 DATA = [{"input_ids": torch.arange(12), "labels": torch.arange(12)}] * 8
@@ -52,11 +50,10 @@ def test_plugin_is_fsdp2_with_float32_reduction():
     assert plugin.fsdp_version == 2 and plugin.osdp == OSDPConfig(memory_limit="1GiB")
     assert "FULL" in str(plugin.state_dict_type)
     assert "SHARDED" in str(OSDPPlugin(osdp={"async_save": True}).state_dict_type)
-    plugin.set_mixed_precision("bf16")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    assert plugin.mixed_precision_policy == replace(policy, reduce_dtype=torch.float32)
+    assert precision_of("bf16", None, single_process=False) == Precision(compute=BFLOAT16, reduce=DType.FLOAT32)
     assert precision_of("fp16", None, single_process=False).compute is DType.FLOAT16
-    assert precision_of("no", policy, single_process=False).reduce is DType.BFLOAT16
+    assert precision_of("no", policy, single_process=False).reduce is BFLOAT16
     assert precision_of("bf16", policy, single_process=True).autocast
     with pytest.raises(ValueError, match=r"computes in bfloat16, but .* mixed_precision='no'"):
         precision_of("no", policy, single_process=True)
@@ -79,15 +76,9 @@ def test_cpu_offload_puts_all_units_on_the_host(caplog):
     assert OSDPPlugin().asking(config, "cuda") is config
     with pytest.raises(ValueError, match="host_offload=False, but cpu_offload moves all states"):
         plugin.asking(OSDPConfig(host_offload=False), "cuda")
-    plugin, config = OSDPPlugin(cpu_offload=CPUOffloadPolicy(pin_memory=False)), OSDPConfig(plan="plan.json")
-    assert plugin.asking(config, "cuda") is config and plugin.pin_memory is False
-    on_device = plan_of(find_units(tiny_model("gpt2")), 2, "zero3")
-    on_host = replace(on_device, units=tuple(replace(unit, on_host=True) for unit in on_device.units))
-    plugin.check_given(on_host, "cuda")
-    plugin.check_given(on_device, "cpu")
-    OSDPPlugin().check_given(on_device, "cuda")
-    with pytest.raises(PlanError, match=f"but the plan keeps {len(on_device.units)} on the device; leave it out"):
-        plugin.check_given(on_device, "cuda")
+    with pytest.raises(ValueError, match=r"^cpu_offload has no effect on a given plan"):
+        plugin.asking(OSDPConfig(plan="plan.json"), "cuda")
+    assert OSDPPlugin(cpu_offload=CPUOffloadPolicy(pin_memory=False)).pin_memory is False
 
 
 def test_plugin_for_takes_a_plugin_or_a_configuration(monkeypatch):
