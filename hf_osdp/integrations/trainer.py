@@ -89,19 +89,23 @@ class Trainer(TrainerCheckpoints):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that runs; made now, on all ranks, if there is none yet and the Trainer has a dataset. None if
-        OSDP is off.
+        """The plan that runs. If there is none yet, it is made for `train_dataset`: read this on all ranks. None if
+        OSDP is off, or before an evaluation without `train_dataset`.
         """
-        trains, evaluates = self.train_dataset is not None, self.eval_dataset is not None
-        if self._osdp is not None and self._run is None and (trains or evaluates):
+        if self._osdp is not None and self._run is None and self.train_dataset is not None:
             require_all("trainer.plan")
-            self._make_plan(trains=trains)
+            self._planned_run()
         return None if self._run is None else self._run.plan
 
-    def _make_plan(self, *, trains: bool, loader: DataLoader[Any] | None = None) -> PlannedRun:
-        """Plan for the Trainer's datasets, or for those of a loader to evaluate."""
+    def _planned_run(self, evaluated: DataLoader[Any] | None = None) -> PlannedRun:
+        """Return the plan with its values, made now if there is none: for training, or for a loader that is evaluated
+        if there is no `train_dataset`.
+        """
+        if self._run is not None:
+            return self._run
         assert self._osdp is not None
-        job, rule = job_of_trainer(self, trains=trains, loader=loader)
+        loader = None if self.train_dataset is not None else evaluated
+        job, rule = job_of_trainer(self, trains=loader is None, loader=loader)
         prepare_precision(self.model, job.precision)
         with rule.explained():
             run = self._run = plan_and_announce(self.model, job)
@@ -198,11 +202,7 @@ class Trainer(TrainerCheckpoints):
         """Evaluate as the stock Trainer, under a plan: for training, or without data for that, for this loader."""
         if self._osdp is None:
             return super().evaluation_loop(dataloader, *args, **kwargs)
-        if self._run is None:
-            trains = self.train_dataset is not None
-            self._make_plan(trains=trains, loader=None if trains else dataloader)
-        assert self._run is not None
-        with self._as_planned(self._run):
+        with self._as_planned(self._planned_run(dataloader)):
             return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -218,17 +218,15 @@ class Trainer(TrainerCheckpoints):
         """
         if self._osdp is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
-        if self._run is None:
-            if self.train_dataset is None:
-                self.get_train_dataloader()  # raises as stock, unless a subclass makes its own
-            self._make_plan(trains=True)
-        assert self._run is not None
+        if self._run is None and self.train_dataset is None:
+            self.get_train_dataloader()  # raises as stock, unless a subclass makes its own
+        run = self._planned_run()
         self.accelerator.project_configuration.project_dir = self.args.output_dir  # for the report
-        refuse_changes(self.args, self._run, self._planned_samples)
+        refuse_changes(self.args, run, self._planned_samples)
         self._requested_batch_size = self.args.per_device_train_batch_size
         explained = self.accelerator.out_of_memory_explained(), mixing_explained(in_loss=False)
         try:
-            with self._as_planned(self._run), explained[0], explained[1]:
+            with self._as_planned(run), explained[0], explained[1]:
                 output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
         finally:
             self._stop.abandon()  # in case an error ended training

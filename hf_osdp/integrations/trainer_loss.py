@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import Trainer
 
@@ -27,7 +26,7 @@ from ..preparation.config import OSDPConfig
 from ..sharding.replicas import is_under_plan
 from ..tracing.fake_model import rebound
 from ..tracing.loss_kind import LossKind, find_loss_kind
-from ..tracing.tensors import DEVICE, fake_like
+from ..tracing.tensors import fake_like
 from .samples import Batches
 from .trainer_arguments import accelerator_config_of, samples_of_step, warn
 
@@ -269,7 +268,7 @@ def _examined(trainer: Trainer, fake_model: nn.Module) -> Iterator[None]:
         return tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, requires_grad=False), last[-1])
 
     handle = fake_model.register_forward_hook(lambda module, args, output: last.__setitem__(slice(None), [output]))
-    device = DEVICE if _fake_mode(fake_model) else next(fake_model.parameters()).device
+    device = next(fake_model.parameters()).device
     try:
         for name, value in before.items():
             if value is model or name in ("model", "model_wrapped"):
@@ -291,20 +290,15 @@ def _fake_copy(module: nn.Module, model: nn.Module, fake_model: nn.Module) -> nn
     """Copy a module with fake parameters, or its own if the model is real; if it holds the trained model, as loss
     modules may, the copy holds `fake_model`.
     """
-    mode, device = _fake_mode(fake_model), next(fake_model.parameters()).device
+    like = next(fake_model.parameters())
+    mode = torch._guards.detect_fake_mode([like])  # none if the model is real
     memo: dict[int, Any] = {id(model): fake_model}
     for tensor in _tensors(module):
-        fake = tensor.detach().to(device) if mode is None else fake_like(tensor, mode)
+        fake = tensor.detach().to(like.device) if mode is None else fake_like(tensor, mode)
         memo[id(tensor)] = (
             nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
         )
     return copy.deepcopy(module, memo)
-
-
-def _fake_mode(model: nn.Module) -> FakeTensorMode | None:
-    """Return the mode of a fake model; None for a real one."""
-    mode: FakeTensorMode | None = torch._guards.detect_fake_mode([next(model.parameters())])
-    return mode
 
 
 def _modules_in(value: object) -> Iterator[nn.Module]:
