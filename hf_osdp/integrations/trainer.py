@@ -116,9 +116,7 @@ class Trainer(TrainerCheckpoints):
                 " process, which fit by its estimate.", run.plan.micro_batch_size,
             )  # fmt: skip
         self.accelerator.use_plan(run)
-        self.is_fsdp_enabled = (
-            self.is_fsdp_enabled or self.accelerator.is_fsdp2
-        )  # also a single process with host offload
+        self.is_fsdp_enabled |= self.accelerator.is_fsdp2  # also a single process with host offload
         if self.place_model_on_device and not self.is_fsdp_enabled:
             super()._move_model_to_device(self.model, self.args.device)
         if (factor := rule.factor(run.plan)) != 1:
@@ -224,9 +222,8 @@ class Trainer(TrainerCheckpoints):
         self.accelerator.project_configuration.project_dir = self.args.output_dir  # for the report
         refuse_changes(self.args, run, self._planned_samples)
         self._requested_batch_size = self.args.per_device_train_batch_size
-        explained = self.accelerator.out_of_memory_explained(), mixing_explained(in_loss=False)
         try:
-            with self._as_planned(run), explained[0], explained[1]:
+            with self._as_planned(run), self.accelerator.out_of_memory_explained(), mixing_explained(in_loss=False):
                 output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
         finally:
             self._stop.abandon()  # in case an error ended training
