@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,14 +27,16 @@ JOINS_BLOCKS = hasattr(FSDPState, "_force_complete_incomplete_states")
 """Whether FSDP2 casts inputs of each module of a unit, and ends a forward that called only some: from torch 2.13."""
 
 
-class UnitGroup(FSDPParamGroup):
+class ParameterGroup(FSDPParamGroup):
     """A unit's parameters, which FSDP2 gathers and reduces at once."""
 
     label = ""
-    gathers: Callable[[UnitGroup, bool], None] | None = None
+    gathers: Callable[[ParameterGroup, bool], None] | None = None
     """Called instead of each gather; `gather` issues it."""
-    reduces: Callable[[UnitGroup], None] | None = None
+    reduces: Callable[[ParameterGroup], None] | None = None
     """Called instead of each end of backward, which `end_backward` brings about."""
+    may_prefetch: Callable[[ParameterGroup], bool] | None = None
+    """Whether FSDP2 may gather it now, before its own backward."""
     is_pinned = False
 
     def unshard(self, async_op: bool = False) -> None:
@@ -45,6 +48,11 @@ class UnitGroup(FSDPParamGroup):
 
     def post_backward(self, *unused: object) -> None:
         self.end_backward() if self.reduces is None else self.reduces(self)
+
+    @staticmethod
+    def _prefetch_unshard(target: FSDPParamGroup, pass_type: str) -> None:
+        if not isinstance(target, ParameterGroup) or target.may_prefetch is None or target.may_prefetch(target):
+            FSDPParamGroup._prefetch_unshard(target, pass_type)
 
     def gather(self, async_op: bool = False) -> None:
         super().unshard(async_op)
@@ -103,9 +111,10 @@ class UnitGroup(FSDPParamGroup):
 class UnitState(FSDPState):
     """What FSDP2 knows of a unit's modules."""
 
-    begins: Callable[[list[UnitGroup]], AbstractContextManager[None]]
+    begins: Callable[[], None]
+    """Called when the unit's backward begins."""
     ends: Callable[[], AbstractContextManager[None]]
-    """Contexts for the beginning of the unit's backward, and for the end of the whole backward."""
+    """Context for the end of the whole backward."""
     begin = FSDPState._lazy_init
     """Sets up FSDP2, which does so only when the root is called first."""
     end_later = FSDPState._register_root_post_backward_final_callback
@@ -117,27 +126,27 @@ class UnitState(FSDPState):
             self._pre_backward(gradient)
 
     def _pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
-        with self.begins(parameter_groups(self._modules[0])):
-            return super()._pre_backward(grad)
+        self.begins()
+        return super()._pre_backward(grad)
 
     def _root_post_backward_final_callback(self) -> None:
         with self.ends():
             super()._root_post_backward_final_callback()
 
 
-def unit_state(module: FSDPModule) -> UnitState:
-    state = module._get_fsdp_state()
+def unit_state(module: Any) -> UnitState:  # noqa: ANN401
+    state: UnitState = module._get_fsdp_state()
     state.__class__ = UnitState
-    return state  # type: ignore[return-value]
+    return state
 
 
-def parameter_groups(module: nn.Module) -> list[UnitGroup]:
+def parameter_groups(module: nn.Module) -> list[ParameterGroup]:
     """Return FSDP2's parameter groups of a module; torch up to 2.11 stores one, later versions a list."""
     state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     for group in filter(None, groups):
-        group.__class__ = UnitGroup
-    return [group for group in groups if isinstance(group, UnitGroup)]
+        group.__class__ = ParameterGroup
+    return [group for group in groups if isinstance(group, ParameterGroup)]
 
 
 def stays_gathered(root: nn.Module) -> bool:

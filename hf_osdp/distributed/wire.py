@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from ..errors import OSDPError
 from ..planner.wire import HADAMARD_SIZE, PIECE_ELEMENTS, WireFormat, Wires
 from .collectives import BackendTransport, ReduceOp, Transport, Works
-from .fsdp_internals import UnitGroup
+from .fsdp_internals import ParameterGroup
 
 _LARGEST_CODE = {WireFormat.INT8: 127, WireFormat.INT4: 7}
 """The largest code; codes are symmetric around 0."""
@@ -187,7 +187,7 @@ class WireTransport:
 
 
 @dataclass(eq=False, kw_only=True)
-class Replicas:
+class EncodedReplicas:
     """Replaces the process group of a unit's replicas, in which FSDP2 all-reduces gradients, to send fewer bits."""
 
     group: dist.ProcessGroup
@@ -221,9 +221,9 @@ def transports(decision: Wires, plain: BackendTransport) -> list[Transport | Non
     return [None if wire is None else WireTransport(plain, wire) for wire in wires]
 
 
-def encode_replicas(group: UnitGroup, decision: Wires, plain: BackendTransport) -> None:
+def encode_replicas(group: ParameterGroup, decision: Wires, plain: BackendTransport) -> None:
     """Let a unit's replicas all-reduce in the format of its decision."""
     if decision.replica_wire is not None:
         info: Any = group.mesh_info
         transport = WireTransport(plain, decision.replica_wire)
-        info.replicate_process_group = Replicas(group=info.replicate_process_group, transport=transport)
+        info.replicate_process_group = EncodedReplicas(group=info.replicate_process_group, transport=transport)

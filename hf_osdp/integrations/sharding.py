@@ -19,7 +19,7 @@ from ..sharding.optimizer_steps import (
     step_by_device,
     step_on_shards,
 )
-from ..sharding.optimizers import kind_of, unwrapped
+from ..sharding.optimizers import bare_optimizer, kind_of
 from ..sharding.state import free_gathered, load_full_state_dict
 from .plugin import OSDPPlugin
 
@@ -65,7 +65,7 @@ def apply_plan_unsharded(model: nn.Module, run: PlannedRun, optimizers: Sequence
         if run.plan.split.cuts_parameters:
             rebind_parameters(optimizer, names, model)
         elif kind_of(optimizer).has_plain_states:
-            step_by_device(unwrapped(optimizer))
+            step_by_device(bare_optimizer(optimizer))
 
 
 def prepare_late_optimizers(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:

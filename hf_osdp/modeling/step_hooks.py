@@ -4,6 +4,7 @@ removed during it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,6 +30,16 @@ class StepHooks(dict[Hook, None]):
             self._register = None
         self[hook] = None
         return partial(self.pop, hook, None)
+
+    def follow(self, method: Hook) -> None:
+        """Run an object's method at each step, as long as the object is in use."""
+        of = weakref.WeakMethod(method)
+
+        def run(optimizer: torch.optim.Optimizer) -> None:
+            if (found := of()) is not None:  # it may be freed while hooks of a step run
+                found(optimizer)
+
+        weakref.finalize(method.__self__, self.add(run))  # type: ignore[attr-defined]
 
     def _run(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         for hook in tuple(self):

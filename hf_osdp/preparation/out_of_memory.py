@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..distributed import restart
-from ..distributed.fsdp_internals import TrainingState, UnitGroup, parameter_groups
+from ..distributed.fsdp_internals import ParameterGroup, TrainingState, parameter_groups
 from ..errors import one_line
 from ..modeling.units import modules_by_name
 from ..planner.description import GatherSpan, UnitDescription
@@ -87,7 +87,7 @@ def place_of(error: BaseException, model: nn.Module, units: Sequence[UnitDescrip
     in_backward = any(_AUTOGRAD_FILE in file for _, file in frames)
     for frame, file in reversed(frames):
         owner = frame.f_locals.get("self")
-        if isinstance(owner, UnitGroup):
+        if isinstance(owner, ParameterGroup):
             moment = "gathering" if frame.f_code.co_name in _GATHERS else "reducing the gradients"
             return f"{moment} of {owner.label}"
         if isinstance(owner, nn.Module) and id(owner) in labels:

@@ -33,11 +33,11 @@ from ..planner.plan import Plan
 from .environment import form_process_group, uses_host
 from .gradients import clip_across_meshes
 from .host import memory_of
-from .replica_buckets import AllReduce, Parameters, Place
+from .replica_buckets import AllReduce, Owner, Parameters
 from .replicas import Replicas, is_under_plan
 from .sharded_class import keep_class, mark_managed, save_whole
 from .state import broadcast_parameters
-from .weight_reads import WeightReads
+from .unit_order import UnitOrder
 
 
 class _Unit(NamedTuple):
@@ -117,7 +117,7 @@ def apply_plan(
         clip_across_meshes()
     replicas = _replicate(model, found, ignored, meshes, mp_policy) if plan.world_size > 1 else None
     if managed:
-        WeightReads(model, units, replicas, replaced)
+        UnitOrder(model, units, replicas, replaced)
     else:
         list(map(save_whole, model.modules()))
     return model
@@ -138,7 +138,7 @@ def _replicate(
     policy: MixedPrecisionPolicy | None,
 ) -> Replicas | None:
     """Keep the parameters that FSDP2 ignores equal on all ranks."""
-    owners: dict[nn.Parameter, list[Place]] = {}
+    owners: dict[nn.Parameter, list[Owner]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter in plain:
@@ -165,12 +165,12 @@ def _replicate(
 
 def _parameters_of(
     unit: UnitDescription,
-    named: Mapping[str, list[Place]],
+    named: Mapping[str, list[Owner]],
     lower: torch.dtype | None,
     encoded: AllReduce | None,
 ) -> Iterator[Parameters]:
     """Yield a unit's plain parameters, those alike together."""
-    alike: dict[tuple[torch.dtype, bool], list[list[Place]]] = {}
+    alike: dict[tuple[torch.dtype, bool], list[list[Owner]]] = {}
     for (module, leaf), *others in [named[spec.name] for spec in unit.parameters if spec.name in named]:
         own = module._parameters[leaf]
         assert own is not None

@@ -18,7 +18,7 @@ from ..modeling.wrapping import SkippableMode
 from .gradient_checks import REMEDY
 from .replicas import replicas_of
 from .state import broadcast_into, free_gathered, gathered
-from .weight_reads import units_of
+from .unit_order import units_of
 
 _MIXED = ("got mixed torch.Tensor and DTensor", "inputs with different meshes", "must have the same mesh")
 """Parts of torch's messages about operators on shards and whole tensors, or on shards of several layouts."""

@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..distributed.fsdp_internals import FSDPParam, UnitGroup, owners
+from ..distributed.fsdp_internals import FSDPParam, ParameterGroup, owners, whole_parameter
 from ..distributed.mesh import world_size
 from ..errors import OSDPError, UnreducedGradientError
+from ..modeling.step_hooks import before_step
 from .gradients import local
-from .unit_order import UnitOrder, has_whole_gradient
 
 REMEDY = (
     "read weights as attributes of their module (model.lm_head.weight) within the forward or the loss, and not through"
@@ -35,7 +35,7 @@ ASSIGN = (
 )
 _MARK_ELEMENTS = 2**8
 """Shards up to this size, or that of the smallest, get zeros; see `_mark`."""
-_Parameters = tuple[list[UnitGroup], list[nn.Parameter]]
+_Parameters = tuple[list[ParameterGroup], list[nn.Parameter]]
 """An optimizer's units, and its parameters that the plan does not have, if there are units and several ranks share
 the model.
 """
@@ -80,25 +80,25 @@ class GradientChecks:
 
     def __init__(
         self,
-        groups: Sequence[UnitGroup],
+        groups: Sequence[ParameterGroup],
         plain: Callable[[], Iterable[nn.Parameter]],
         replaced: Iterable[nn.Parameter],
-        order: UnitOrder | None,
     ) -> None:
         """Take the units, what returns the plan's plain parameters, and the parameters that `fully_shard` replaced by
         shards.
         """
-        self._groups, self._plain, self._order = groups, plain, order
+        self._groups, self._plain = groups, plain
         self._replaced = WeakIdKeyDictionary(dict.fromkeys(replaced))
         self._shards: dict[FSDPParam, _Shard] = {}
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], _Parameters]] = WeakKeyDictionary()
+        before_step.follow(self.step_begins)
         self._may_hold = False
         """Gradients of micro-steps wait for the last one, or backward has begun and not ended: perhaps it raised."""
-        self._marks: dict[UnitGroup, _Mark] = {}
+        self._marks: dict[ParameterGroup, _Mark] = {}
         """By unit whose gradients wait."""
-        self._earlier_marks: dict[UnitGroup, _Mark] = {}
+        self._earlier_marks: dict[ParameterGroup, _Mark] = {}
         """Marks of an earlier micro-step, which nothing has changed."""
-        self._unmarked: list[UnitGroup] = []
+        self._unmarked: list[ParameterGroup] = []
         """Further units whose gradients wait."""
 
     def forget_shards(self) -> None:
@@ -118,42 +118,30 @@ class GradientChecks:
                 ):
                     self._shards[parameter] = _check_shard(group.label, parameter, seen)
 
-    def backward_begins(self) -> None:
-        """Drop gradients that FSDP2 holds from earlier micro-steps if `zero_grad` was called since."""
+    def backward_begins(self) -> bool:
+        """Drop gradients that FSDP2 holds from earlier micro-steps if `zero_grad` was called since; return whether it
+        was.
+        """
         self._may_hold = True
         zeroed = {group for group, mark in self._marks.items() if mark.was_zeroed}
         if zeroed and len(zeroed) == len(self._marks):
             zeroed.update(self._unmarked)
         for group in zeroed:
-            if self._order is not None:
-                self._order.forget_gradients()
             group.drop_gradients()
         for mark in self._marks.values():
             mark.shard.grad = None
         if self._marks:
             self._earlier_marks = {group: mark for group, mark in self._marks.items() if group not in zeroed}
             self._marks = {}
+        return bool(zeroed)
 
     def backward_ends(self) -> None:
-        """Check all units after FSDP2's end of backward."""
-        holding = list(filter(_holds, self._groups))
-        for group in holding:
-            waits = (
-                self._order is not None and not group.all_reduce_grads
-            )  # for the last micro-step, which reduces what is left
-            if (
-                group.reduce_grads
-                and not waits
-                and (late := next(filter(has_whole_gradient, group.fsdp_params), None)) is not None
-            ):
-                raise UnreducedGradientError(
-                    f"Unit {group.label!r} got a gradient for its {_name(late)} that was not reduced over the"
-                    f" ranks, because it came after the unit's own backward; {REMEDY}."
-                )
+        """Note which units hold gradients for the next micro-step."""
+        holding = [group for group in self._groups if group.holds_sums or has_gradients(group)]
         self._mark(holding)
         self._may_hold = bool(holding)
 
-    def _mark(self, holding: list[UnitGroup]) -> None:
+    def _mark(self, holding: list[ParameterGroup]) -> None:
         """Mark a small shard of each unit whose gradients wait.
 
         `zero_grad` cannot reach the gradients that FSDP2 holds; it removes these zeros or detaches them from their
@@ -184,7 +172,7 @@ class GradientChecks:
         for group in units if torch._C._current_graph_task_id() == -1 else ():
             if not group.is_sharded:
                 group.reshard()
-            if self._may_hold and _holds(group):
+            if self._may_hold and (group.holds_sums or has_gradients(group)):
                 raise too_early(group.label)
         refuse_strange(optimizer, strange)
 
@@ -255,6 +243,12 @@ def _name(parameter: FSDPParam) -> str:
     return owners(parameter)[0][1]
 
 
-def _holds(group: UnitGroup) -> bool:
-    """Return whether gradients of a micro-step wait for those of the next."""
-    return group.holds_sums or any(map(has_whole_gradient, group.fsdp_params))
+def has_gradients(group: ParameterGroup) -> bool:
+    """Return whether a unit has gradients that were not reduced."""
+    return any(map(has_whole_gradient, group.fsdp_params))
+
+
+def has_whole_gradient(parameter: FSDPParam) -> bool:
+    """Return whether a parameter has a gradient that was not reduced."""
+    whole = whole_parameter(parameter)
+    return (whole is not None and whole.grad is not None) or parameter.unsharded_accumulated_grad is not None

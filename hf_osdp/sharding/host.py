@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from ..distributed.fsdp_internals import UnitGroup, parameter_groups
+from ..distributed.fsdp_internals import ParameterGroup, parameter_groups
 from ..modeling.activations import copy_beside, host_tensor
 from ..planner.placement import Place, Placed
 from .gradients import local
@@ -34,7 +34,7 @@ def memory_of(decision: Placed, *, pin_memory: bool) -> dict[str, Any]:
     return {"offload_policy": CPUOffloadPolicy(pin_memory=pin_memory) if decision.on_host else OffloadPolicy()}
 
 
-def place_of(group: UnitGroup) -> Place:
+def place_of(group: ParameterGroup) -> Place:
     """Return where FSDP2 keeps a unit's shards."""
     return Place(isinstance(group.offload_policy, CPUOffloadPolicy))
 

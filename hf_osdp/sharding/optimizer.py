@@ -12,7 +12,7 @@ from ..errors import OSDPError
 from ..planner.optimizers import ADVICE, spec_of_trainer_name
 from ..planner.training_job import OptimizerSpec
 from .gradients import shard_size
-from .optimizers import kind_of, unwrapped
+from .optimizers import bare_optimizer, kind_of
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, partial: Iterable[nn.Parameter] = ()) -> None:
@@ -21,7 +21,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, partial: Iterable[nn.Param
     An optimizer that needs whole parameters cannot train sharded ones or those `partial`; one that rounds at random
     cannot train replicas.
     """
-    optimizer, kind = unwrapped(optimizer), kind_of(optimizer)
+    optimizer, kind = bare_optimizer(optimizer), kind_of(optimizer)
     trained = [
         p
         for group in optimizer.param_groups

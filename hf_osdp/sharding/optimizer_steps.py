@@ -28,7 +28,7 @@ from ..planner.plan import Plan
 from .gradients import local, shard_size
 from .host import HostStates, host_kernels, host_parameters
 from .optimizer import check_optimizer
-from .optimizers import kind_of, unwrapped
+from .optimizers import bare_optimizer, kind_of
 
 _KERNELS = {"foreach", "fused"}
 _STEP = "_step_on_shards"
@@ -49,7 +49,7 @@ def release_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.P
     It cannot be used until `rebind_parameters`. Refuse, unchanged, an optimizer with state or with parameters of
     another model.
     """
-    inner = unwrapped(optimizer)
+    inner = bare_optimizer(optimizer)
     # Adagrad creates its state in its constructor; `rebind_parameters` creates it again.
     new_adagrad = type(inner) is torch.optim.Adagrad and not any(state["step"] for state in inner.state.values())
     if optimizer.state and not new_adagrad:
@@ -88,7 +88,7 @@ def rebind_parameters(
         )
     for group in optimizer.param_groups:
         group["params"] = [parameter for name in group["params"] for parameter in new[name]]
-    inner = unwrapped(optimizer)  # Accelerate's wrapper has no hooks
+    inner = bare_optimizer(optimizer)  # Accelerate's wrapper has no hooks
     if type(inner) is torch.optim.Adagrad:
         inner.state = torch.optim.Adagrad([dict(group) for group in inner.param_groups], **inner.defaults).state
     step_on_shards(inner, model)
@@ -98,7 +98,7 @@ def step_on_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Let the optimizer of a model under a plan step by device, and keep the positions of sliced parameters in its
     state dict.
     """
-    inner = unwrapped(optimizer)
+    inner = bare_optimizer(optimizer)
     check_optimizer(inner, _parts_or_on_host(model))
     step_by_device(inner, host_parameters(model))
     if whole_parameters(model):
@@ -130,9 +130,9 @@ def reason_against_unit_steps(optimizer: torch.optim.Optimizer) -> str | None:
     """Return why an optimizer cannot step unit by unit; None if it can, which needs all its state to be kept for
     each parameter.
     """
-    if f"{type(unwrapped(optimizer)).__module__}.".startswith(kind_of(optimizer).packages):
+    if f"{type(bare_optimizer(optimizer)).__module__}.".startswith(kind_of(optimizer).packages):
         return None
-    return f"{type(unwrapped(optimizer)).__name__} may keep state that all its parameters share"
+    return f"{type(bare_optimizer(optimizer)).__name__} may keep state that all its parameters share"
 
 
 def bind_optimizer(
@@ -150,7 +150,7 @@ def bind_optimizer(
     problem = "there are several optimizers" if len(optimizers) > 1 else reason_against_unit_steps(optimizers[0])
     if problem is not None:
         raise OSDPError(f"The plan steps units one by one, but {problem}; set {STATE_OPTIONS[1]}=False.")
-    stages = interceptor_of(unwrapped(optimizers[0])).stages
+    stages = interceptor_of(bare_optimizer(optimizers[0])).stages
     named = named_parameters(model)
     if not stages:
         stages.append(HostStates([[named[p.name] for p in unit.trainable] for unit in alone], step_parts))

@@ -15,7 +15,7 @@ from ..errors import OSDPError
 
 AllReduce = Callable[[torch.Tensor], None]
 """Averages a tensor over the ranks, in place."""
-Place = tuple[nn.Module, str]
+Owner = tuple[nn.Module, str]
 """A module that has a parameter, and its name there."""
 
 
@@ -24,7 +24,7 @@ class Parameters:
     """Parameters of one unit and dtype, whose gradients are averaged together."""
 
     label: str
-    places: Sequence[Sequence[Place]]
+    places: Sequence[Sequence[Owner]]
     """Of each parameter, where modules have it."""
     dtype: torch.dtype | None = None
     """Dtype of the copies that modules compute with; None computes with the parameters themselves."""

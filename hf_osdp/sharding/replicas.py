@@ -93,7 +93,7 @@ class Replicas:
             owner.register_load_state_dict_pre_hook(self._loads)
         root.register_forward_pre_hook(self._begins, prepend=True, with_kwargs=True)
         root.register_forward_hook(self._ends)
-        weakref.finalize(self, before_step.add(partial(_step_begins, weakref.ref(self))))
+        before_step.follow(self.step_begins)
         if not any(own.is_meta for own in self.held()):
             self._renew()
 
@@ -333,8 +333,3 @@ def _arrives(
     """Pass a gradient on; autograd holds this hook, and through it would hold the model, which nothing could free."""
     if (found := replicas()) is not None and (its := bucket()) is not None:
         found.arrived(its, is_leaf=is_leaf)
-
-
-def _step_begins(replicas: weakref.ref[Replicas], optimizer: torch.optim.Optimizer) -> None:
-    if (found := replicas()) is not None:  # the model may be freed while hooks of a step run
-        found.step_begins(optimizer)

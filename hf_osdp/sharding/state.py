@@ -38,9 +38,9 @@ from ..modeling.split.names import (
 from ..modeling.split.whole_tensor import WholeTensor
 from ..modeling.units import canonical_name, named_parameters
 from .gradients import local
-from .optimizers import kind_of, unwrapped
+from .optimizers import bare_optimizer, kind_of
 from .replicas import is_under_plan, replicas_of
-from .weight_reads import end_step
+from .unit_order import orders_of
 
 _SET_BY_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 """Keys of an optimizer's groups that schedulers add."""
@@ -68,7 +68,8 @@ def free_gathered(model: nn.Module) -> None:
     After a forward without backward, units that keep gathered parameters still expose them; an optimizer made from
     these would update copies instead of the shards.
     """
-    end_step(model)
+    for order in orders_of(model):
+        order.end_step()
     if (replicas := replicas_of(model)) is not None:
         replicas.rest()
     for module in model.modules():
@@ -115,7 +116,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     Rank 0 gets copies on the CPU, in which tied weights are one tensor and sliced ones are joined; other ranks get an
     empty dict.
     """
-    end_step(model)
+    for order in orders_of(model):
+        order.end_step()
     weights = named_weights(model)
     copies = {
         key: _copy_on_rank_zero(value) for key, value in {id(value): value for value in weights.values()}.items()
@@ -169,7 +171,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_ta
 
     With `as_target`, create missing states, to load into them.
     """
-    optimizer, kind = unwrapped(optimizer), kind_of(optimizer)
+    optimizer, kind = bare_optimizer(optimizer), kind_of(optimizer)
     fresh = not optimizer.state
     with own_positions():
         _make_states(optimizer)
@@ -191,7 +193,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_ta
 
 def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
     """Set an optimizer's state, in the form that `optimizer_state` returns; parameters without a state are allowed."""
-    optimizer, kind = unwrapped(optimizer), kind_of(optimizer)
+    optimizer, kind = bare_optimizer(optimizer), kind_of(optimizer)
     state = split_optimizer_state(state, model) if is_split(model) else state
     if kind.has_plain_states:
         named = named_parameters(model)
@@ -223,7 +225,7 @@ def check_states(
     def refuse(held: Iterable[str], own: Iterable[str]) -> NoReturn:
         lists, kind = (
             [", ".join(sorted(names)) or "nothing" for names in (held, own)],
-            type(unwrapped(optimizer)).__name__,
+            type(bare_optimizer(optimizer)).__name__,
         )
         raise RuntimeError(
             f"it is the state of another optimizer: it holds {lists[0]}, but this run's {kind} holds {lists[1]}"

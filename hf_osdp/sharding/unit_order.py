@@ -1,50 +1,320 @@
-"""Keep the ranks' collectives in one order, also where ranks run different modules in a step.
+"""Gather and reduce the units of a sharded model in one order on all ranks, and weights that are read without a call
+of their module.
 
-A gather or reduction pairs with whatever the other ranks issue next in the same process group. If one rank leaves a
-unit out (no picture in its batch, LayerDrop, another task's block), FSDP2 pairs different units, in silence if they
-have one size. Here all ranks issue the same collectives in the same order: a rank takes part in those of units that it
-leaves out, with its shard, or with zeros as gradients.
-
-A *phase* is one call of the model, or one backward. Ranks expect the order in which the last phases of its kind needed
-their collectives. A rank that needs one takes part in those expected before it. At the end of a phase it takes part in
-the rest, and waits on the host, over gloo, until no rank needs a further one; one that was not expected is issued
-then, by all ranks, and expected next time.
+FSDP2 gathers a unit when its module is called. If `head.weight` is read without a call, between the start of forward
+and the end of backward, the unit is gathered here; it stays gathered and is reduced at the end of backward, like the
+root. A rank whose step leaves a unit out takes part in its collectives, when `turns.py` says so: with its shard, or
+with zeros as gradients.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..distributed.fsdp_internals import FSDPParam, TrainingState, UnitGroup, parameter_groups, whole_parameter
-from ..distributed.process_group import all_gather_objects
-from ..modeling.replaced import replaced, setting
-from .unit_agreement import (
-    GATHER,
-    REDUCE,
-    REDUCE_REST,
-    Expected,
-    Kind,
-    merged,
-    operation,
-    start_most,
-    start_to_tell,
-    turn_of,
-    unit_of,
+from ..distributed.fsdp_internals import (
+    FSDPParam,
+    ParameterGroup,
+    TrainingState,
+    UnitState,
+    owners,
+    parameter_groups,
+    unit_state,
+    whole_parameter,
 )
+from ..distributed.process_group import require_all, step_group
+from ..errors import OSDPError
+from ..modeling.activations import tensors_of
+from ..modeling.replaced import replaced, setting
+from ..modeling.units import modules_by_name
+from ..modeling.watched_parameters import WatchedParameters
+from ..planner.description import GatherSpan, UnitDescription
+from .gradient_checks import ASSIGN, CREATE_GRAPH, GradientChecks, has_gradients, has_whole_gradient
+from .replicas import Replicas
+from .turns import LAST, NOTHING, Turns
 
-_LATER = 2
-"""Calls of the model since the last backward, above which they are of one kind."""
+_IN_CALL = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
+"""States of a unit whose module runs forward or is recomputed in backward: FSDP2 gathers it for these reads."""
 _generates = ContextVar("generates", default=False)
-_is_alone = ContextVar("is_alone", default=False)
+
+
+class UnitOrder:
+    """Gathers and reduces a model's units for FSDP2 and for reads; hooks of modules and of FSDP2's units hold it."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Sequence[UnitDescription],
+        replicas: Replicas | None,
+        sharded: Iterable[nn.Parameter],
+    ) -> None:
+        """Watch a model after `fully_shard`, which replaced `sharded` by shards and ignored those of `replicas`."""
+        self.active = False
+        """True between the first forward of the root or a unit and the end of backward."""
+        self.after_evaluation = False
+        """True after the root's forward without gradients; a loss may follow."""
+        modules = modules_by_name(root)
+        self._numbers: dict[ParameterGroup, int] = {}
+        for unit in units:
+            for group in parameter_groups(modules[unit.module_names[0]]):
+                self._numbers[group] = len(self._numbers)
+                group.label, group.may_prefetch = unit.label, self._may_prefetch
+                group.gathers, group.reduces = self._gather, self._reduce
+        self._groups = list(self._numbers)
+        self._turns = Turns(self._take_part, lambda collective: self._unit_of(collective).label, step_group())
+        self._checks = GradientChecks(self._groups, tuple if replicas is None else replicas.held, sharded)
+        self._root, self._root_state, self._replicas = root, unit_state(root), replicas
+        self._outermost: nn.Module | None = None
+        """The module whose call, inside of no other, is in progress."""
+        self._error_before: BaseException | None = None
+        self._pinned: list[ParameterGroup] = []
+        self._gathered: list[ParameterGroup] = []
+        self._used: dict[FSDPParam, bool] = {}
+        """Whether a parameter that was reduced got a gradient on this rank since the last step."""
+        if replicas is not None:
+            replicas.ends_later = self._replicas_begin
+        for unit in units:
+            if len(unit.module_names) > 1 and unit.span is GatherSpan.USE:
+                _watch_outputs([modules[name] for name in unit.module_names])
+        self._watch(root)
+
+    def _watch(self, root: nn.Module) -> None:
+        for group in self._groups:
+            for owner in (owner for parameter in group.fsdp_params for owner, _ in owners(parameter)):
+                if not isinstance(owner._parameters, WatchedParameters):
+                    owner.__dict__["_parameters"] = WatchedParameters(owner, group, self)
+                    owner.register_load_state_dict_pre_hook(_load_as_shards)
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                state = unit_state(module)
+                state.begins, state.ends = self._backward_begins, self._backward_ends
+            if any(isinstance(inner, FSDPModule) for inner in module.modules()):
+                module.register_forward_pre_hook(self._call_begins, prepend=True)
+                module.register_forward_hook(self._call_ends, always_call=True)
+        root.register_load_state_dict_pre_hook(
+            lambda *unused: self._shards_change()
+        )  # FSDP2 would read whole weights after an evaluation
+        root._apply = partial(self._apply, root._apply)  # type: ignore[method-assign]  # as `model.to(...)` does
+
+    # ---- calls of the model
+
+    def _call_begins(self, module: nn.Module, args: object) -> None:
+        """Begin a call of the model, or of a part alone, such as `model.get_input_embeddings()(ids)`."""
+        if self._outermost is not None or torch._C._current_graph_task_id() != -1:
+            return
+        self._outermost, self._error_before = module, sys.exc_info()[1]
+        self._root_state.begin()  # reads shards the first time
+        if module is self._root or not self.active or self.after_evaluation:
+            if not self._pinned:  # otherwise an earlier forward of the same step has read them
+                self.end_step()
+            self.active, self.after_evaluation = True, False
+            self._checks.forward_begins()
+        if not self._turns.in_call:
+            self._turns.begin_call(trains=torch.is_grad_enabled())
+
+    def _call_ends(self, module: nn.Module, args: object, output: object) -> None:
+        if module is not self._outermost:
+            return
+        self._outermost = None
+        if sys.exc_info()[1] is not self._error_before:
+            self._turns.rest()
+            return
+        if self._turns.in_call and (hasattr(module, "generate") or not _generates.get()):
+            self._turns.end()
+        if module is self._root and not torch.is_grad_enabled() and not self._pinned:
+            self.end_step()
+            self.active = self.after_evaluation = True
+
+    def end_step(self) -> None:
+        """Free weights that were gathered for reads, in steps without backward."""
+        self.active = False
+        self._unpin()
+        for group in self._gathered:
+            if group.is_unsharded and group.state not in _IN_CALL:
+                group.reshard()
+        self._gathered.clear()
+
+    # ---- reads of weights
+
+    def read(self, group: ParameterGroup) -> None:
+        """Prepare a unit for a read of one of its parameters. Collective if the unit is sharded at the time."""
+        if not self.active or group.state in _IN_CALL:
+            return
+        if not group.is_unsharded:
+            if self.after_evaluation:  # one rank alone may read a weight then
+                require_all(f"Reading a weight of {group.label} after forward")
+            group.unshard()
+            group.wait_for_unshard()
+            self._gathered.append(group)
+        if torch.is_grad_enabled() and not group.is_pinned:
+            group.is_pinned = True  # backward needs the weight
+            self._pinned.append(group)
+            for whole in map(whole_parameter, group.fsdp_params):
+                if whole is not None and whole.requires_grad:
+                    hooks = (whole._backward_hooks or {}).values()
+                    if self._read_weight_got_gradient not in hooks:
+                        whole.register_hook(self._read_weight_got_gradient)
+
+    def listed(self, group: ParameterGroup) -> None:
+        """Reshard first if an evaluation left whole weights: shards have the gradients, and writes to them last."""
+        if self.after_evaluation:
+            group.reshard()
+
+    def _read_weight_got_gradient(self, gradient: torch.Tensor) -> None:
+        """Have FSDP2 end this backward, which it does only for called modules; refuse a backward with retain_graph."""
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            raise OSDPError(
+                "retain_graph=True lets backward run again through a weight that the loss reads, but the first"
+                " backward frees the weight;"
+                " add the losses and call backward once."
+            )
+        self._backward_begins()
+        self._root_state.end_later()
+
+    def _unpin(self) -> None:
+        for group in self._pinned:
+            group.is_pinned = False
+        self._pinned.clear()
+
+    def _apply(self, apply: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+        self._shards_change()
+        return apply(*args, **kwargs)
+
+    def _shards_change(self) -> None:
+        self.end_step()
+        self._checks.forget_shards()
+
+    # ---- collectives
+
+    def _gather(self, group: ParameterGroup, async_op: bool) -> None:
+        """Gather a unit as FSDP2 does, when its turn comes."""
+        stays = not group.unshard_in_backward and group.state == TrainingState.PRE_BACKWARD
+        if not (group.is_gathering or group.is_unsharded or stays):
+            self._turns.need(self._gather_of(group))
+        group.gather(async_op)
+        if group.is_gathering and not (self._turns.in_call or self._turns.in_backward):
+            self._turns.agree(NOTHING)
+
+    def _may_prefetch(self, group: ParameterGroup) -> bool:
+        return self._turns.is_next(self._gather_of(group))
+
+    def _reduce(self, group: ParameterGroup) -> None:
+        """End a unit's backward, and reduce its gradients if it has any: when its turn comes, or at the end of
+        backward.
+        """
+        if group.is_pinned or not group.was_gathered:  # FSDP2 raises for units that no rank has used yet
+            return
+        need, reduces = self._gather_of(group) + 1, group.reduce_grads and has_gradients(group)
+        if reduces and self._turns.may_wait_for(need):
+            self._turns.need(need)
+            self._send(group)
+            return
+        if reduces:  # an agreement here would hold back other gradients
+            self._turns.need_next_time(need)
+        with replaced(group, reduce_grads=False):  # FSDP2 adds to the sums of earlier micro-steps
+            group.end_backward()
+
+    def _send(self, group: ParameterGroup, *, lends: bool = False) -> None:
+        """Let FSDP2 end a unit's backward and reduce its gradients, with zeros where there are none.
+
+        If this rank only `lends` zeros, or what it has so far, its own backward may come later; those gradients are
+        reduced at the end of backward, since sums are linear.
+        """
+        for parameter in group.fsdp_params:
+            whole = whole_parameter(parameter)
+            if whole is not None and whole.requires_grad:
+                has_gradient = has_whole_gradient(parameter)
+                had_gradient = self._used.get(parameter, False) or parameter.sharded_param.grad is not None
+                self._used[parameter] = has_gradient or had_gradient
+                if not has_gradient:
+                    whole.grad = torch.zeros_like(whole)
+        _use_one_dtype(group)
+        group.end_backward(lends=lends)
+
+    def _take_part(self, collective: int) -> None:
+        """Issue a collective that other ranks need, and this rank does not, or not yet."""
+        group = self._unit_of(collective)
+        if collective == LAST:
+            self._forget_unused()
+        elif collective == self._gather_of(group):
+            group.lend_shard(may_need=self._turns.in_backward)
+        else:
+            self._send(group, lends=True)
+
+    def _gather_of(self, group: ParameterGroup) -> int:
+        """Return the number of a unit's gather; its reduction has the next."""
+        return LAST + 1 + 2 * self._numbers[group]
+
+    def _unit_of(self, collective: int) -> ParameterGroup:
+        return self._groups[(collective - LAST - 1) // 2]
+
+    # ---- backward
+
+    def _replicas_begin(self) -> None:
+        """Let a backward that may reach no unit of FSDP2 end as those of other ranks do."""
+        self._root_state.begin()
+        self._backward_begins()
+        self._root_state.end_later()
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether this is the last micro-step, which reduces all gradients."""
+        return all(group.reduce_grads and group.all_reduce_grads for group in self._groups)
+
+    def _backward_begins(self) -> None:
+        """Begin backward, unless that has happened."""
+        if torch.is_grad_enabled():
+            raise OSDPError(CREATE_GRAPH)
+        if self._checks.backward_begins():
+            self._used.clear()
+        if self._turns.in_call:  # backward within a call of the model
+            self._turns.end()
+        if not self._turns.in_backward:
+            self._turns.begin_backward(is_last=self._is_last)
+
+    @contextmanager
+    def _backward_ends(self) -> Iterator[None]:
+        """Reduce what is left once all gradients exist, and take part in what other ranks need; then let FSDP2 end
+        backward, and check the units.
+        """
+        self._unpin()
+        for group in self._groups:
+            if group.state != TrainingState.POST_BACKWARD and has_gradients(group):
+                group.post_backward()
+        self._turns.take_part_in_rest()
+        for group in self._groups if self._is_last else ():
+            if has_gradients(group) or group.holds_sums:  # late ones; of a unit that no rank has used since
+                self._turns.agree(self._gather_of(group) + 1)
+                self._send(group)
+        if self._is_last:
+            if not all(self._used.values()):
+                self._turns.agree(LAST)
+                self._forget_unused()
+            self._used.clear()
+        self._turns.end()
+        yield
+        self._gathered.clear()
+        self.active = False
+        if self._replicas is not None:
+            self._replicas.end_backward()
+        self._checks.backward_ends()
+
+    def _forget_unused(self) -> None:
+        """Remove gradients of parameters that no rank has used, as DDP does. Collective."""
+        reduced = [parameter for group in self._groups for parameter in group.fsdp_params]
+        found = self._turns.largest([self._used.get(parameter, True) for parameter in reduced])
+        for parameter, is_used in zip(reduced, found, strict=True):
+            if not is_used:
+                parameter.sharded_param.grad = None
 
 
 def generating() -> AbstractContextManager[None]:
@@ -57,311 +327,29 @@ def generating() -> AbstractContextManager[None]:
 @contextmanager
 def called_alone(model: nn.Module) -> Iterator[None]:
     """Let one rank call a sharded model by itself, with whole weights in its modules: nothing is gathered or freed."""
-    with setting(_is_alone, True), ExitStack() as stack:
-        for group in {group for module in model.modules() for group in parameter_groups(module)}:
+    with ExitStack() as stack:
+        for order in orders_of(model):
+            stack.enter_context(replaced(order, _outermost=nn.Module()))
+        for group in units_of(model):
             stack.enter_context(replaced(group, gathers=lambda *_: None, is_pinned=True))
         yield
 
 
-@dataclass(slots=True, kw_only=True)
-class _Phase:
-    kind: Kind
-    expected: Expected
-    start: tuple[torch.Tensor, dist.Work] | None
-    """The comparison of kinds, in progress; None once it has ended well."""
-    position: int = 0
-    """How many of the expected collectives have been issued."""
-    needed: list[int] = field(default_factory=list)
-    """Collectives that this rank needed, in order."""
-    issued: set[int] = field(default_factory=set)
-    is_longer: bool = False
-    """Ranks needed collectives that were not expected."""
-    unready: set[UnitGroup] = field(default_factory=set)
-    """Units whose turn to be reduced was not when this rank had their gradients."""
+def orders_of(model: nn.Module) -> set[UnitOrder]:
+    """Return what gathers the units of a model under a plan, or of a part of one."""
+    return {watched.watcher for watched in _watched(model)}
 
 
-class UnitOrder:
-    """Issue the collectives of a model's units in one order on all ranks; `WeightReads` passes it FSDP2's calls."""
-
-    def __init__(self, root: nn.Module, groups: Sequence[UnitGroup], host: dist.ProcessGroup) -> None:
-        """Watch the calls of a sharded model; ranks agree over `host`, a gloo group of all of them."""
-        self._host, self._groups = host, groups
-        self._numbers = {group: number for number, group in enumerate(groups)}
-        self._gathers = any(group.ranks > 1 for group in groups)
-        self._expected: dict[Kind, Expected] = {}
-        self._phase: _Phase | None = None
-        self._outermost: nn.Module | None = None
-        self._error_before: BaseException | None = None
-        self._calls = 0
-        """Calls of the model since the last backward."""
-        self._entered: tuple[UnitGroup, ...] = ()
-        """Groups of the unit whose backward begins; gathers of others are FSDP2's prefetches."""
-        self._trained: dict[UnitGroup, set[FSDPParam]] = {}
-        """Parameters that got a gradient on some rank, of units that were reduced; of others, all are reduced."""
-        self._touched: set[FSDPParam] = set()
-        """Parameters that got a gradient on this rank since the last step."""
-        self._zeros: set[FSDPParam] = set()
-        """Parameters whose gradients are zeros of this rank, unless another has touched them."""
-        for group in groups:
-            group.gathers = self._gather if group.ranks > 1 else None
-        for module in _modules_with_units(root) if self._gathers else ():
-            module.register_forward_pre_hook(self._call_begins, prepend=True)
-            module.register_forward_hook(self._call_ends, always_call=True)
-
-    def backward_begins(self) -> None:
-        if self._phase is not None and not self._phase.kind.is_backward:  # backward within a call of the model
-            self._finish()
-        sends = self._gathers or any(group.reduce_grads and group.all_reduce_grads for group in self._groups)
-        if self._phase is None and sends:  # else ranks may call backward differently often
-            last = all(group.reduce_grads and group.all_reduce_grads for group in self._groups)
-            self._begin(Kind(is_backward=True, trains=last, calls=self._calls))
-
-    @contextmanager
-    def entering(self, groups: Iterable[UnitGroup]) -> Iterator[None]:
-        """Mark the beginning of a unit's backward."""
-        self.backward_begins()
-        self._entered = tuple(groups)
-        try:
-            yield
-        finally:
-            self._entered = ()
-
-    def reduce(self, group: UnitGroup) -> None:
-        """Reduce a unit's gradients, if it has any, when its turn comes; else end its backward."""
-        if not group.reduce_grads:  # FSDP2 adds to the sums of earlier micro-steps, in the dtype that is reduced
-            group.end_backward()
-            return
-        ready = any(map(has_whole_gradient, self._reduced_parameters(group)))
-        if ready and self._phase is not None:
-            need, expected = REDUCE + 3 * self._numbers[group], self._phase.expected
-            if expected.sequence and expected.find(need, self._phase.position) is None:
-                self._phase.needed.append(
-                    need
-                )  # next time; now with the rest, since an agreement here would hold back other gradients
-                self._phase.unready.add(group)
-                self._reduce(group, ())
-                return
-            self._need(need)
-        self._reduce(group, self._reduced_parameters(group) if ready else ())
-
-    def backward_ends(self) -> None:
-        """Reduce what is left, and take part in what other ranks need, before FSDP2's own end of backward."""
-        if self._phase is None or not self._phase.kind.is_backward:
-            return
-        for group in self._groups:
-            if group.state != TrainingState.POST_BACKWARD and any(map(has_whole_gradient, group.fsdp_params)):
-                group.post_backward()
-        self._take_part_in_rest()
-        is_last = all(group.reduce_grads and group.all_reduce_grads for group in self._groups)
-        for group in self._groups if is_last else ():
-            if group.holds_sums:  # of a unit that no rank has used in this micro-step
-                self._agree(REDUCE + 3 * self._numbers[group])
-                self._reduce(group, self._reduced_parameters(group))
-        for group in self._groups if is_last else ():
-            if any(has_whole_gradient(p) and self._may_be_late(p, group) for p in group.fsdp_params):
-                self._agree(REDUCE_REST + 3 * self._numbers[group])
-                self._reduce(group, group.fsdp_params)
-        phase, has_zeros = self._phase, self._finish()
-        self._calls = 0
-        if is_last:
-            self._forget_zeros(phase.issued, has_zeros=has_zeros)
-
-    def forget_gradients(self) -> None:
-        """Forget which parameters got gradients, after `zero_grad`."""
-        self._touched.clear()
-
-    def _call_begins(self, module: nn.Module, args: object) -> None:
-        if self._outermost is None and not _is_alone.get() and torch._C._current_graph_task_id() == -1:
-            self._outermost, self._error_before = module, sys.exc_info()[1]
-            if self._phase is None or self._phase.kind.is_backward:  # a backward that raised has not ended its phase
-                self._begin(Kind(trains=torch.is_grad_enabled(), calls=self._calls))
-                self._calls = min(self._calls + 1, _LATER)
-
-    def _call_ends(self, module: nn.Module, args: object, output: object) -> None:
-        if module is not self._outermost:
-            return
-        self._outermost = None
-        if sys.exc_info()[1] is not self._error_before:
-            self._phase = None  # the call raised
-        elif self._phase is not None and (hasattr(module, "generate") or not _generates.get()):
-            self._finish()
-
-    def _begin(self, kind: Kind) -> None:
-        self._phase = _Phase(
-            kind=kind,
-            expected=self._expected.setdefault(kind, Expected()),
-            start=start_to_tell(self._host, kind, None),
-        )
-
-    def _finish(self) -> bool:
-        """Take part in all that other ranks need in this phase; return whether one has reduced zeros. Collective."""
-        phase = self._phase
-        assert phase is not None
-        self._take_part_in_rest()
-        has_zeros = self._agree(None)
-        self._phase = None
-        if phase.is_longer:
-            sequences = all_gather_objects(phase.needed, self._host)
-            self._expected[phase.kind] = Expected(merged([*sequences, phase.expected.sequence]))
-        elif phase.expected.is_due():
-            seen = torch.tensor(phase.expected.seen, dtype=torch.uint8)
-            start_most(seen, self._host).wait()
-            phase.expected.keep(seen.tolist())
-        return has_zeros
-
-    def _gather(self, group: UnitGroup, async_op: bool) -> None:
-        """Gather a unit as FSDP2 does, when its turn comes; leave out a prefetch whose turn it is not."""
-        need = GATHER + 3 * self._numbers[group]
-        stays = not group.unshard_in_backward and group.state == TrainingState.PRE_BACKWARD
-        if not group.is_gathering and not group.is_unsharded and not stays:
-            phase = self._phase
-            is_early = self._entered and group not in self._entered
-            if is_early and phase is not None and phase.position < len(phase.expected.sequence):
-                if phase.expected.sequence[phase.position] != need:
-                    return
-            self._need(need)
-        group.gather(async_op)
-        if self._phase is None and group.is_gathering:
-            self._agree(None)
-
-    def _need(self, need: int) -> None:
-        """Take part in the collectives before one that this rank is about to issue."""
-        if (phase := self._phase) is None:
-            self._agree(need)
-            return
-        phase.needed.append(need)
-        self._check_start(waits=False)
-        place = phase.expected.find(need, phase.position)
-        if place is None:
-            self._take_part_in_rest()
-            self._agree(need)
-            return
-        while phase.position < place:
-            self._take_part(phase.expected.sequence[phase.position])
-            phase.position += 1
-        phase.expected.seen[place] = True
-        phase.issued.add(need)
-        phase.position += 1
-
-    def _take_part_in_rest(self) -> None:
-        phase = self._phase
-        while phase is not None and phase.position < len(phase.expected.sequence):
-            phase.position += 1
-            self._take_part(phase.expected.sequence[phase.position - 1])
-
-    def _agree(self, need: int | None) -> bool:
-        """Take part in what other ranks need until it is this rank's turn, or no rank needs anything. Collective.
-
-        Return whether a rank has reduced zeros in the place of gradients since the last step.
-        """
-        kind = self._phase.kind if self._phase else Kind()
-        self._check_start(waits=True)
-        while True:
-            turn, has_zeros = turn_of(
-                *start_to_tell(self._host, kind, need, has_zeros=bool(self._zeros)), self._label(need)
-            )
-            if self._phase is not None and turn is not None:
-                self._phase.is_longer = True
-                self._phase.issued.add(turn)
-            if turn == need:
-                return has_zeros
-            assert turn is not None
-            self._take_part(turn)
-
-    def _check_start(self, *, waits: bool) -> None:
-        """Check that ranks have begun one kind of phase, if this is known by now."""
-        phase = self._phase
-        if phase is not None and phase.start is not None and (waits or phase.start[1].is_completed()):
-            start, phase.start = phase.start, None
-            turn_of(*start, self._label(phase.needed[-1] if phase.needed else None))
-
-    def _label(self, need: int | None) -> str | None:
-        """Return the label of the unit of a collective, if there is one."""
-        return None if need is None else self._groups[unit_of(need)].label
-
-    def _take_part(self, need: int) -> None:
-        """Issue a collective that other ranks need, and this rank does not, or not yet."""
-        group = self._groups[unit_of(need)]
-        if self._phase is not None:
-            self._phase.issued.add(need)
-            self._phase.unready.update([group] if operation(need) == REDUCE else ())
-        if operation(need) == GATHER:
-            is_backward = self._phase is not None and self._phase.kind.is_backward
-            group.lend_shard(may_need=is_backward and group not in self._entered)
-        else:
-            parameters = self._reduced_parameters(group) if operation(need) == REDUCE else group.fsdp_params
-            self._reduce(group, parameters, lends=True)
-
-    def _reduced_parameters(self, group: UnitGroup) -> Iterable[FSDPParam]:
-        if getattr(group, "reduce_scatter_unused_params", False):
-            return group.fsdp_params
-        return self._trained.get(group, group.fsdp_params)
-
-    def _reduce(self, group: UnitGroup, parameters: Iterable[FSDPParam], *, lends: bool = False) -> None:
-        """Let FSDP2 end a unit's backward and reduce the gradients of these parameters, with zeros where there are
-        none.
-
-        If this rank only `lends` zeros, or what it has so far, its own backward may come later.
-        """
-        wanted = {parameter for parameter in parameters if parameter.sharded_param.requires_grad}
-        if wanted and not group.was_gathered:  # a replicated unit, which is not sent; `lend_shard` has gathered others
-            group.unshard()
-            group.wait_for_unshard()
-            group.reshard()
-        others = []
-        for parameter in group.fsdp_params:
-            whole: Any = whole_parameter(parameter)
-            if has_whole_gradient(parameter):
-                if parameter in wanted:
-                    self._touched.add(parameter)
-                else:
-                    others.append((parameter, whole, whole.grad, parameter.unsharded_accumulated_grad))
-                    whole.grad = parameter.unsharded_accumulated_grad = None
-            elif parameter in wanted:
-                whole.grad = torch.zeros_like(whole)
-                if parameter.sharded_param.grad is None:
-                    self._zeros.add(parameter)
-        _use_one_dtype(group)
-        group.end_backward(lends=lends)
-        for parameter, whole, gradient, accumulated in others:
-            whole.grad, parameter.unsharded_accumulated_grad = gradient, accumulated
-
-    def _may_be_late(self, parameter: FSDPParam, group: UnitGroup) -> bool:
-        """Return whether a gradient may be left at the end of backward; others came after their unit's own, which
-        is an error.
-        """
-        assert self._phase is not None
-        return group in self._phase.unready or parameter not in self._reduced_parameters(group)
-
-    def _forget_zeros(self, issued: set[int], *, has_zeros: bool) -> None:
-        """Remove gradients of parameters that no rank has used, as DDP does, and learn which to reduce.
-
-        Collective if a rank has zeros.
-        """
-        reduced = {self._groups[unit_of(need)] for need in issued if operation(need)}
-        if has_zeros:
-            ordered = [parameter for group in self._groups for parameter in group.fsdp_params]
-            flags = torch.tensor([parameter in self._touched for parameter in ordered], dtype=torch.uint8)
-            start_most(flags, self._host).wait()
-            used = {parameter for parameter, flag in zip(ordered, flags.tolist(), strict=True) if flag}
-            for parameter in self._zeros - used:
-                parameter.sharded_param.grad = None
-            for group in reduced:
-                self._trained[group] = self._trained.get(group, set()) | (used & set(group.fsdp_params))
-        else:
-            for group in reduced - self._trained.keys():
-                self._trained[group] = set(group.fsdp_params)
-        self._zeros.clear()
-        self._touched.clear()
+def units_of(model: nn.Module) -> set[ParameterGroup]:
+    """Return the units of a model under a plan, or of a part of one."""
+    return {watched.unit for watched in _watched(model)}
 
 
-def has_whole_gradient(parameter: FSDPParam) -> bool:
-    """Return whether a parameter has a gradient that was not reduced."""
-    whole = whole_parameter(parameter)
-    return (whole is not None and whole.grad is not None) or parameter.unsharded_accumulated_grad is not None
+def _watched(model: nn.Module) -> Iterator[Any]:
+    return (module._parameters for module in model.modules() if isinstance(module._parameters, WatchedParameters))
 
 
-def _use_one_dtype(group: UnitGroup) -> None:
+def _use_one_dtype(group: ParameterGroup) -> None:
     """Give gradients of the last micro-step the dtype of sums of earlier ones, since FSDP2 reduces gradients of one
     dtype.
     """
@@ -372,6 +360,33 @@ def _use_one_dtype(group: UnitGroup) -> None:
             parameter.unsharded_accumulated_grad, whole.grad = whole.grad.to(sums[0].dtype), None
 
 
-def _modules_with_units(root: nn.Module) -> list[nn.Module]:
-    """Return the units' modules and those around them, whose calls gather."""
-    return [module for module in root.modules() if any(map(parameter_groups, module.modules()))]
+def _watch_outputs(modules: Sequence[nn.Module]) -> None:
+    """Let a unit's backward begin at the first gradient of any module's output: FSDP2 watches only the last
+    module's.
+    """
+    if isinstance(modules[0], FSDPModule):
+        state = unit_state(modules[0])
+        for module in modules:
+            module.register_forward_hook(partial(_begins_backward, state))
+
+
+def _begins_backward(state: UnitState, module: nn.Module, args: object, output: object) -> None:
+    for tensor in tensors_of(output) if torch.is_grad_enabled() else ():
+        if tensor.requires_grad:
+            tensor.register_hook(state.begin_backward)
+
+
+def _load_as_shards(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *unused: object
+) -> None:
+    """Cut whole tensors, the same on every rank, to load them into shards; nothing is sent."""
+    for leaf, parameter in module._parameters.items():
+        value = state.get(prefix + leaf)
+        if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor):
+            continue
+        if metadata.get("assign_to_params_buffers", False):
+            raise OSDPError(ASSIGN)
+        if not isinstance(value, DTensor) and value.shape == parameter.shape:
+            state[prefix + leaf] = distribute_tensor(
+                value.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None
+            )

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..modeling.build import disable_cache
 from ..modeling.quantized import packed_copy
 from ..modeling.units import unwrapped
+from ..modeling.watched_parameters import WatchedParameters
 from ..modeling.wrapping import batch_norm_parameters, frozen_norms_keep_dtype
 from ..planner.description import GatherSpan, UnitDescription
 from .tensors import fake_like, tensors_in
@@ -164,9 +165,7 @@ class OutsideReads:
 
     def __enter__(self) -> OutsideReads:
         for module, unit in self._owners.items():
-            module.__dict__["_parameters"] = _WatchedParameters(
-                module._parameters, functools.partial(self._note, unit)
-            )
+            module.__dict__["_parameters"] = WatchedParameters(module, unit, self)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -185,19 +184,10 @@ class OutsideReads:
 
         return wrapped
 
-    def _note(self, unit: int) -> None:
+    def read(self, unit: int) -> None:
         in_backward = torch._C._current_graph_task_id() != -1  # in backward only recomputed forwards run
         if unit not in self._running and not in_backward:
             self.found.add(unit)
 
-
-class _WatchedParameters(dict[str, Any]):
-    """A module's parameters; reading one as an attribute calls `note`, iterating over all does not."""
-
-    def __init__(self, parameters: dict[str, Any], note: Callable[[], None]) -> None:
-        super().__init__(parameters)
-        self._note = note
-
-    def __getitem__(self, name: str) -> Any:  # noqa: ANN401
-        self._note()
-        return super().__getitem__(name)
+    def listed(self, unit: int) -> None:
+        """Do nothing: such lists gather nothing at run time."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hf_osdp.distributed.collectives import BackendTransport, TransportAllGather, TransportReduceScatter
 from hf_osdp.distributed.mesh import Meshes, find_topology
-from hf_osdp.distributed.wire import Replicas, WireTransport, decode, encode
+from hf_osdp.distributed.wire import EncodedReplicas, WireTransport, decode, encode
 from hf_osdp.errors import OSDPError
 from hf_osdp.planner.hardware import Link
 from hf_osdp.planner.plan import Plan, UnitDecision
@@ -144,7 +144,7 @@ def test_error_in_an_all_reduce_between_replicas_comes_through():
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     with fake_process_group(2), pytest.raises(torch.OutOfMemoryError):
-        dist.all_reduce(torch.ones(1), group=Replicas(group=dist.group.WORLD, transport=Full()))
+        dist.all_reduce(torch.ones(1), group=EncodedReplicas(group=dist.group.WORLD, transport=Full()))
 
 
 # ---- in training

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from hf_osdp.distributed.collectives import Stages, plain_transport, unit_collectives
-from hf_osdp.distributed.fsdp_internals import AllGather, ReduceScatter, UnitGroup, owners, parameter_groups
+from hf_osdp.distributed.fsdp_internals import AllGather, ParameterGroup, ReduceScatter, owners, parameter_groups
 from hf_osdp.distributed.mesh import world_size
-from hf_osdp.distributed.wire import Replicas, WireTransport, transports
+from hf_osdp.distributed.wire import EncodedReplicas, WireTransport, transports
 from hf_osdp.errors import PlanMismatchError
 from hf_osdp.modeling.activations import activations_of
 from hf_osdp.modeling.units import modules_by_name
@@ -103,7 +103,7 @@ def _managed_names(unit: UnitDescription) -> set[str]:
     return {parameter.name for parameter in unit.parameters if parameter.shape and parameter.numel}
 
 
-def _read_collectives(group: UnitGroup) -> dict[str, Any]:
+def _read_collectives(group: ParameterGroup) -> dict[str, Any]:
     """Return the ranks per node of a parameter group's two-stage collectives (1 if in one stage), and its formats."""
     mesh, sent = group.mesh_info.mesh, wires_of(group)
     shards, (gather, scatter) = mesh.get_group(mesh.ndim - 1), _collectives(group)
@@ -121,14 +121,14 @@ def _kind(collective: AllGather | ReduceScatter) -> tuple[type, Stages | None]:
     return type(collective), getattr(collective, "stages", None)
 
 
-def wires_of(group: UnitGroup) -> Wires:
+def wires_of(group: ParameterGroup) -> Wires:
     """Return the formats that a unit's collectives really use."""
     sent = [getattr(collective, "between", None) for collective in _collectives(group)]
     replicas = getattr(group.mesh_info, "replicate_process_group", None)
     gather, reduce = (one.wire if isinstance(one, WireTransport) else None for one in sent)
-    replica = replicas.transport.wire if isinstance(replicas, Replicas) else None
+    replica = replicas.transport.wire if isinstance(replicas, EncodedReplicas) else None
     return Wires(gather_wire=gather, reduce_wire=reduce, replica_wire=replica)
 
 
-def _collectives(group: UnitGroup) -> tuple[Any, Any]:
+def _collectives(group: ParameterGroup) -> tuple[Any, Any]:
     return group._all_gather_comm, group._reduce_scatter_comm

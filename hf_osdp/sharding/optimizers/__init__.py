@@ -18,7 +18,7 @@ OF_MODEL: dict[str, Callable[..., OptimizerSpec]] = {names.MUON: spec_beside_ada
 """Name on the command line → what the optimizer holds for a model (`names.NEED_MODEL`)."""
 
 
-def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer without Accelerate's wrappers."""
     while type(optimizer).__name__ == "AcceleratedOptimizer":
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]
@@ -27,5 +27,5 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def kind_of(optimizer: torch.optim.Optimizer) -> Kind:
     """Return what is known about an optimizer, plain or wrapped by Accelerate."""
-    optimizer = unwrapped(optimizer)
+    optimizer = bare_optimizer(optimizer)
     return next((kind for kind in _KINDS if kind.includes(optimizer)), Kind)(optimizer)
