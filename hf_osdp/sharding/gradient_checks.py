@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -34,11 +33,7 @@ ASSIGN = (
     "load_state_dict(assign=True) would replace parameters that the plan and the optimizer hold; leave out assign."
 )
 _MARK_ELEMENTS = 2**8
-"""Shards up to this size, or that of the smallest, get zeros; see `_mark`."""
-_Parameters = tuple[list[ParameterGroup], list[nn.Parameter]]
-"""An optimizer's units, and its parameters that the plan does not have, if there are units and several ranks share
-the model.
-"""
+"""Shards up to this size, or that of the smallest, get zeros; see `backward_ends`."""
 
 
 class _Shard(NamedTuple):
@@ -90,10 +85,7 @@ class GradientChecks:
         self._groups, self._plain = groups, plain
         self._replaced = WeakIdKeyDictionary(dict.fromkeys(replaced))
         self._shards: dict[FSDPParam, _Shard] = {}
-        self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], _Parameters]] = WeakKeyDictionary()
         before_step.follow(self.step_begins)
-        self._may_hold = False
-        """Gradients of micro-steps wait for the last one, or backward has begun and not ended: perhaps it raised."""
         self._marks: dict[ParameterGroup, _Mark] = {}
         """By unit whose gradients wait."""
         self._earlier_marks: dict[ParameterGroup, _Mark] = {}
@@ -122,7 +114,6 @@ class GradientChecks:
         """Drop gradients that FSDP2 holds from earlier micro-steps if `zero_grad` was called since; return whether it
         was.
         """
-        self._may_hold = True
         zeroed = {group for group, mark in self._marks.items() if mark.was_zeroed}
         if zeroed and len(zeroed) == len(self._marks):
             zeroed.update(self._unmarked)
@@ -136,17 +127,12 @@ class GradientChecks:
         return bool(zeroed)
 
     def backward_ends(self) -> None:
-        """Note which units hold gradients for the next micro-step."""
-        holding = [group for group in self._groups if group.holds_sums or has_gradients(group)]
-        self._mark(holding)
-        self._may_hold = bool(holding)
-
-    def _mark(self, holding: list[ParameterGroup]) -> None:
-        """Mark a small shard of each unit whose gradients wait.
+        """Mark a small shard of each unit whose gradients wait for the next micro-step.
 
         `zero_grad` cannot reach the gradients that FSDP2 holds; it removes these zeros or detaches them from their
         graph. Units without a small shard, whose zeros would take memory, follow the others.
         """
+        holding = [group for group in self._groups if group.holds_sums or has_gradients(group)]
         trained = {
             group: [p.sharded_param for p in group.fsdp_params if p.sharded_param.requires_grad] for group in holding
         }
@@ -165,32 +151,22 @@ class GradientChecks:
 
         In backward do neither.
         """
-        ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-        if optimizer not in self._optimizers or self._optimizers[optimizer][0] != ids:
-            self._optimizers[optimizer] = ids, self._parameters_of(optimizer)
-        units, strange = self._optimizers[optimizer][1]
-        for group in units if torch._C._current_graph_task_id() == -1 else ():
-            if not group.is_sharded:
-                group.reshard()
-            if self._may_hold and (group.holds_sums or has_gradients(group)):
-                raise too_early(group.label)
-        refuse_strange(optimizer, strange)
-
-    def _parameters_of(self, optimizer: torch.optim.Optimizer) -> _Parameters:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if any(parameter in self._replaced for parameter in parameters):
+        ids, plain = set(map(id, parameters)), set(map(id, self._plain()))
+        strange = [p for p in parameters if not isinstance(p, DTensor) and id(p) not in plain]
+        if any(parameter in self._replaced for parameter in strange):
             raise OSDPError(
                 f"{type(optimizer).__name__} has parameters from before the plan was applied; make it again after"
                 " that."
             )
-        ids, plain = set(map(id, parameters)), set(map(id, self._plain()))
-        units = [
-            group
-            for group in self._groups
-            if any(id(parameter.sharded_param) in ids for parameter in group.fsdp_params)
-        ]
-        strange = [p for p in parameters if not isinstance(p, DTensor) and id(p) not in plain]
-        return units, strange if units and world_size() > 1 else []
+        units = [group for group in self._groups if any(id(p.sharded_param) in ids for p in group.fsdp_params)]
+        for group in units if torch._C._current_graph_task_id() == -1 else ():
+            if not group.is_sharded:
+                group.reshard()
+            if group.holds_sums or has_gradients(group):
+                raise too_early(group.label)
+        if units and world_size() > 1:
+            refuse_strange(optimizer, strange)
 
 
 def too_early(label: str) -> OSDPError:

@@ -36,7 +36,15 @@ def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.T
     device or on the host. A rank whose shard is empty takes part. The norm is a 0-d tensor, equal on every rank, in
     their widest dtype (at least float32).
     """
-    return _norm_of(_by_layout(grads), norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type} must be positive; use 1, 2 or inf.")
+    layouts = _by_layout(grads)
+    value, dtype = _local_power(layouts, norm_type), torch.float32
+    for _, _, own in layouts:
+        dtype = torch.promote_types(dtype, own)
+    if world_size() > 1:
+        dist.all_reduce(value, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
+    return (value if math.isinf(norm_type) else value.pow(1.0 / norm_type)).to(dtype)
 
 
 def _by_layout(grads: Iterable[torch.Tensor]) -> _Layouts:
@@ -53,18 +61,6 @@ def _by_layout(grads: Iterable[torch.Tensor]) -> _Layouts:
             size = sizes[layout]
         layouts.setdefault((size, part.device, part.dtype), []).append(part)
     return layouts
-
-
-def _norm_of(layouts: _Layouts, norm_type: float) -> torch.Tensor:
-    """Return the norm of all gradients, as `total_norm`. Collective."""
-    if not norm_type > 0:
-        raise ValueError(f"norm_type={norm_type} must be positive; use 1, 2 or inf.")
-    value, dtype = _local_power(layouts, norm_type), torch.float32
-    for _, _, own in layouts:
-        dtype = torch.promote_types(dtype, own)
-    if world_size() > 1:
-        dist.all_reduce(value, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
-    return (value if math.isinf(norm_type) else value.pow(1.0 / norm_type)).to(dtype)
 
 
 def _local_power(layouts: _Layouts, norm_type: float) -> torch.Tensor:
@@ -86,31 +82,23 @@ def _local_power(layouts: _Layouts, norm_type: float) -> torch.Tensor:
     return value
 
 
-@torch.no_grad()
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
     """Scale gradients in place to a norm of at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`; return the
     norm before. Collective if parameters are sharded.
     """
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if not any(isinstance(parameter, DTensor) for parameter in parameters):
-        return clip_grad.clip_grad_norm_(parameters, max_norm, norm_type)
-    layouts = _by_layout(grad for parameter in parameters if (grad := parameter.grad) is not None)
-    norm = _norm_of(layouts, norm_type)
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch: the host does not wait for the norm
-    for (_, device, _), parts in layouts.items():
-        torch._foreach_mul_(parts, factor.to(device))
-    return norm
+    clip_across_meshes()
+    return clip_grad.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
 def clip_across_meshes() -> None:
-    """Let `torch.nn.utils.clip_grad_norm_` clip gradients on several meshes, or shards beside whole tensors, by our
-    `total_norm`.
+    """Let `torch.nn.utils.clip_grad_norm_` clip shards by our `total_norm`, also on several meshes and beside whole
+    tensors.
 
-    torch stacks the norms of all gradients, and scales them by one list operator; both fail for those ("must have the
-    same mesh"; read in torch 2.11 to 2.13). It has no hook, and a script may hold `clip_grad_norm_` already, so the
-    two functions that it calls are wrapped.
+    torch stacks the norms of all gradients, and scales them by one list operator; both fail on several meshes ("must
+    have the same mesh"; read in torch 2.11 to 2.13). It has no hook, and a script may hold `clip_grad_norm_` already,
+    so the two functions that it calls are wrapped.
     """
     stock_norm, stock_scale = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
     if stock_norm.__module__ == __name__:
@@ -123,7 +111,7 @@ def clip_across_meshes() -> None:
         foreach: bool | None = None,
     ) -> torch.Tensor:
         grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        if len({grad.device_mesh if isinstance(grad, DTensor) else None for grad in grads}) > 1:
+        if any(isinstance(grad, DTensor) for grad in grads):
             grads = [total_norm(grads, norm_type)]
         return stock_norm(grads, norm_type, error_if_nonfinite, foreach)
 
@@ -134,16 +122,10 @@ def clip_across_meshes() -> None:
         foreach: bool | None = None,
     ) -> None:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if not isinstance(total_norm, DTensor):
-            parameters = _with_local_gradients(parameters)
-        stock_scale(parameters, max_norm, total_norm, foreach)
+        held: Any = [SimpleNamespace(grad=local(each.grad)) for each in parameters if each.grad is not None]
+        stock_scale(held, max_norm, total_norm, foreach)  # torch reads nothing else of them
 
     clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_ = norm_of, scale
-
-
-def _with_local_gradients(parameters: Iterable[torch.Tensor]) -> Any:  # noqa: ANN401
-    """Return what torch's functions take for parameters; their gradients are those parts of a rank."""
-    return [SimpleNamespace(grad=local(parameter.grad)) for parameter in parameters if parameter.grad is not None]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils.operations import recursively_apply
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from ..distributed.process_group import step_group
@@ -313,18 +313,12 @@ def _part_begins(
 
 
 def _converted(value: Any, to: torch.dtype | torch.device) -> Any:  # noqa: ANN401
-    """Return a value whose tensors are on a device, or whose floating-point ones have a dtype; pytree's own walk takes
-    ten times as long.
-    """
-    if isinstance(value, torch.Tensor):
-        return value.to(to) if isinstance(to, torch.device) or value.is_floating_point() else value
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if type(value) in (tuple, list):
-        return type(value)([_converted(one, to) for one in value])
-    if type(value) is dict:
-        return {name: _converted(one, to) for name, one in value.items()}
-    return tree_map_only(torch.Tensor, partial(_converted, to=to), value)
+    """Return a value whose tensors are on a device, or whose floating-point ones have a dtype."""
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(to) if isinstance(to, torch.device) or tensor.is_floating_point() else tensor
+
+    return recursively_apply(convert, value)  # pytree's walk takes ten times as long
 
 
 def _arrives(

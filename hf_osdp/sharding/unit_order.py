@@ -237,7 +237,10 @@ class UnitOrder:
                 self._used[parameter] = has_gradient or had_gradient
                 if not has_gradient:
                     whole.grad = torch.zeros_like(whole)
-        _use_one_dtype(group)
+        if any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params):
+            for parameter in group.fsdp_params:  # sums of earlier micro-steps: FSDP2 reduces gradients of one dtype
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
         group.end_backward(lends=lends)
 
     def _take_part(self, collective: int) -> None:
@@ -347,17 +350,6 @@ def units_of(model: nn.Module) -> set[ParameterGroup]:
 
 def _watched(model: nn.Module) -> Iterator[Any]:
     return (module._parameters for module in model.modules() if isinstance(module._parameters, WatchedParameters))
-
-
-def _use_one_dtype(group: ParameterGroup) -> None:
-    """Give gradients of the last micro-step the dtype of sums of earlier ones, since FSDP2 reduces gradients of one
-    dtype.
-    """
-    sums = [p.unsharded_accumulated_grad for p in group.fsdp_params if p.unsharded_accumulated_grad is not None]
-    for parameter in group.fsdp_params if sums else ():
-        whole = whole_parameter(parameter)
-        if parameter.unsharded_accumulated_grad is None and whole is not None and whole.grad is not None:
-            parameter.unsharded_accumulated_grad, whole.grad = whole.grad.to(sums[0].dtype), None
 
 
 def _watch_outputs(modules: Sequence[nn.Module]) -> None:

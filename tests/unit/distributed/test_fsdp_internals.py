@@ -25,7 +25,7 @@ PARTS: dict[object, tuple[str, ...]] = {
             "use_training_state", "is_sharded", "is_unsharded"),
     STATE: ("_pre_backward", "_root_post_backward_final_callback", "_lazy_init",
             "_register_root_post_backward_final_callback"),
-    PARAMETER: ("reset_sharded_param",),
+    PARAMETER: ("reset_sharded_param", "accumulate_unsharded_grad_if_needed", "to_accumulated_grad_if_needed"),
     parameters.ParamModuleInfo: ("module", "param_name", "shared_modules", "shared_param_names"),
     common.TrainingState: ("IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"),
     modules.FSDPModule: ("_get_fsdp_state", "set_custom_all_gather", "set_custom_reduce_scatter"),
