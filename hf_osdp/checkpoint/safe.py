@@ -9,11 +9,10 @@ import pickle
 import re
 import stat
 from collections import Counter
-from collections.abc import Callable
 from io import BytesIO
 from itertools import chain, product
 from pathlib import Path, PosixPath, PurePosixPath, WindowsPath
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -162,37 +161,8 @@ def _tile(stored: TensorStorageMetadata) -> bool:
     return not any(differences.values())
 
 
-def _with_plain_keys(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
-    """Return an unpickler's step that sets items of a dict; it refuses keys other than those of an index before they
-    are hashed. A tuple that holds another one twice, and so on, takes twice as long to hash with every level.
-    """
-
-    def checked(reader: Any) -> None:  # noqa: ANN401
-        for key in reader.stack[keys]:
-            parts = vars(key).values() if type(key) is MetadataIndex else (key,)
-            if not {type(part) for part in parts} <= {str, int, torch.Size, type(None)}:
-                raise CheckpointError(
-                    f"The checkpoint's index contains a {type(key).__name__} as a key, which does not belong in an"
-                    " index; do not use it."
-                )
-        load(reader)
-
-    return checked
-
-
-class _IndexUnpickler(pickle._Unpickler):
-    """Unpickle only the types of an index, which run nothing, and dicts with plain keys; C's unpickler, 2.5 times as
-    fast, checks no keys.
-    """
-
-    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
-        code: load
-        for code, load in pickle._Unpickler.dispatch.items()
-        if code not in (*pickle.ADDITEMS, *pickle.FROZENSET, *pickle.DICT)
-    } | {
-        pickle.SETITEM[0]: _with_plain_keys(pickle._Unpickler.dispatch[pickle.SETITEM[0]], slice(-2, -1)),
-        pickle.SETITEMS[0]: _with_plain_keys(pickle._Unpickler.dispatch[pickle.SETITEMS[0]], slice(None, None, 2)),
-    }
+class _IndexUnpickler(pickle.Unpickler):
+    """Unpickle only the types of an index, which run nothing."""
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401
         if module == "torch" and isinstance(found := getattr(torch, name, None), (torch.dtype, torch.layout)):

@@ -16,10 +16,8 @@ from ..planner.hardware import Collective, CollectiveTiming, DeviceSpec, Link
 from ..planner.training_job import divisors
 from .timing import barrier, over_ranks, rounds, synchronize, trimmed_mean
 
-_SMALL_BYTES = (2**12, 2**14)
-"""Bytes of the whole tensor: of the first message, which predicts the time of larger ones, and of the second
-message on a slow link.
-"""
+_SMALL_BYTES = 2**12
+"""Bytes of the whole tensor in the first message, of which most is latency."""
 _SIZES_BYTES = {"cpu": (2**16, 2**19, 2**21, 2**23, 2**25), "cuda": (2**20, 2**23, 2**26, 2**28)}
 """Bytes of the whole tensor: from sizes dominated by latency to sizes dominated by bandwidth."""
 _MIN_SIZES = 3
@@ -103,26 +101,19 @@ class _CollectiveTest:
         """Warm up, omit messages that take too long, and return the seconds of this and of the least number of rounds.
         Collective.
 
-        A round should take about `target_s`, all rounds at most `limit_s`; two small sizes are always measured.
+        A round should take about `target_s`, all rounds at most `limit_s`; two sizes are always measured.
         """
         needed_s = spent_s = last_s = 0.0
-        last_bytes = 1
         chosen: list[int] = []
-        first, second = _SMALL_BYTES
-        for nbytes in (first, *_SIZES_BYTES[device.type]):
+        for nbytes in (_SMALL_BYTES, *_SIZES_BYTES[device.type]):
+            if len(chosen) > 1 and needed_s + _CALLS * last_s * nbytes / chosen[-1] > limit_s:
+                break
             if len(chosen) > _MIN_SIZES and 5 * spent_s > target_s:
                 break  # the next takes about four times as long as the last
-            if chosen and needed_s + _CALLS * last_s * nbytes / last_bytes > limit_s:
-                if len(chosen) > 1:
-                    break
-                nbytes = second
             warm_s, last_s = over_ranks([self.timed(nbytes, device), self.timed(nbytes, device)])
             needed_s += warm_s + (_CALLS - 1) * last_s
             spent_s += last_s
-            last_bytes = nbytes
             chosen.append(nbytes)
-            if nbytes == second:
-                break
         self.taken = {nbytes: [] for nbytes in (chosen[1:] if len(chosen) > _MIN_SIZES else chosen)}
         return needed_s
 

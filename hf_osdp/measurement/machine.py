@@ -110,18 +110,12 @@ def with_memory_of_now(hardware: Hardware, device: torch.device) -> Hardware:
 
     Collective.
     """
-    available, reserved, _ = _memory_bytes(device, torch.cuda.memory_allocated(device) if device.type == "cuda" else 0)
-    if world_size() > 1:  # of the group of all ranks, if it has communicated
-        reserved -= hardware.device.communicator_bytes
-    smallest, least, host = over_ranks([available, -reserved, memory_of_rank()[0]], dist.ReduceOp.MIN)
+    memory, reserved, of_host, _ = _memory_bytes(device, hardware.device.communicator_bytes)
+    reserved = max(reserved, hardware.device.reserved_bytes)
     return replace(
         hardware,
-        device=replace(
-            hardware.device,
-            memory_bytes=int(smallest),
-            reserved_bytes=max(int(-least), hardware.device.reserved_bytes),
-        ),
-        host=hardware.host and replace(hardware.host, memory_bytes=int(host)),
+        device=replace(hardware.device, memory_bytes=memory, reserved_bytes=reserved),
+        host=hardware.host and replace(hardware.host, memory_bytes=of_host),
     )
 
 
@@ -153,23 +147,24 @@ def _measure_device(device: torch.device, seconds: float, allocated_before: int)
     barrier(device)
     rates = matmul_rates(device, 0.7 * seconds)
     dtypes = [dtype for dtype in DType if dtype.value.startswith(("float", "bfloat"))]
-    communicator = _communicator_bytes(device)
-    available, reserved, memory_source = _memory_bytes(device, allocated_before)
-    dispatching = operator_seconds(device, 0.1 * seconds)
-    if world_size() > 1:
-        reserved -= communicator  # the communicator of the group of all ranks
-    figures = [copy_rate(device, 0.2 * seconds), available, -reserved, -dispatching, -communicator]
+    figures = [
+        -_communicator_bytes(device),
+        -operator_seconds(device, 0.1 * seconds),
+        copy_rate(device, 0.2 * seconds),
+    ]
     agreed = over_ranks([*figures, *(rates.get(dtype, 0.0) for dtype in dtypes)], dist.ReduceOp.MIN)
+    communicator, dispatching, copies, *products = agreed
+    memory, reserved, _, memory_source = _memory_bytes(device, -communicator, allocated_before)
     return DeviceSpec(
         name=all_gather_objects(device_name(device))[0],
-        memory_bytes=int(agreed[1]),
-        flops_per_s={dtype: rate for dtype, rate in zip(dtypes, agreed[len(figures) :], strict=True) if rate > 0},
-        memory_bytes_per_s=agreed[0],
-        source=f"measured{memory_source}",
-        reserved_bytes=int(-agreed[2]),
-        operator_s=-agreed[3],
+        memory_bytes=memory,
+        flops_per_s={dtype: rate for dtype, rate in zip(dtypes, products, strict=True) if rate > 0},
+        memory_bytes_per_s=copies,
+        source="measured" if device.type == "cuda" else f"measured; memory: {memory_source}",
+        reserved_bytes=reserved,
+        operator_s=-dispatching,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-        communicator_bytes=int(-agreed[4]),
+        communicator_bytes=int(-communicator),
     )
 
 
@@ -193,16 +188,23 @@ def _communicator_bytes(device: torch.device) -> int:
     return max(0, taken)
 
 
-def _memory_bytes(device: torch.device, allocated_before: int) -> tuple[int, int, str]:
-    """Return a rank's memory, the bytes of it that tensors cannot use, and on the CPU the source of the figure.
-    Collective.
+def _memory_bytes(
+    device: torch.device, communicator_bytes: float, allocated_before: int | None = None
+) -> tuple[int, int, int, str]:
+    """Return the least memory of a rank, the most bytes of it that tensors cannot use, the least share of a host, and
+    the source of that share. Collective.
 
     Tensors cannot use memory outside torch's allocator, nor the workspaces of matrix products inside it, which stay
-    allocated.
+    allocated: what tensors have taken since there were `allocated_before`. The communicator of the group of all ranks
+    does not count.
     """
+    share, source = memory_of_rank()
+    available, reserved = share, 0.0
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        workspaces = max(0, torch.cuda.memory_allocated(device) - allocated_before)
-        return total, max(0, total - free - torch.cuda.memory_reserved(device)) + workspaces, ""
-    share, memory_source = memory_of_rank()
-    return share, 0, f"; memory: {memory_source}"
+        free, available = torch.cuda.mem_get_info(device)
+        workspaces = 0 if allocated_before is None else torch.cuda.memory_allocated(device) - allocated_before
+        reserved = max(0, available - free - torch.cuda.memory_reserved(device)) + max(0, workspaces)
+    if world_size() > 1:
+        reserved -= communicator_bytes
+    least, most, host = over_ranks([available, -reserved, share], dist.ReduceOp.MIN)
+    return int(least), max(0, int(-most)), int(host), source

@@ -92,20 +92,14 @@ class StepMeter:
 
     def finish(self) -> None:
         """Stop measuring, and report if a step was measured. Collective; a second call does nothing."""
-        if self.model is None:
-            return
-        self.stop()
-        if self._durations:
-            self._report(self._observation())
-
-    def stop(self) -> None:
         if self.model is None:  # as in copies
             return
         for remove in self._removers:
             remove()
-        self._removers.clear()
         self.discard()
         self.model = self._optimizer = None
+        if self._durations:
+            self._report(self._observation())
 
     def discard(self) -> None:
         """Forget a step that an error has interrupted."""

@@ -111,26 +111,16 @@ class SegmentTimes:
         theirs = (class_name, shapes, description.sequence_length, description.compute_dtype)
         return mine == theirs and self.work.difference(work) <= _SAME_WORK
 
-    def linear(self, phase: str) -> Affine:
-        """Return the seconds of `forward_s` or `backward_s` against samples, fitted to the measured sizes."""
-        constant, per_sample = linear_fit([(point.samples, max(getattr(point, phase), 1e-9)) for point in self.points])
+    def linear(self, name: str) -> Affine:
+        """Return `forward_s`, `backward_s` or `saved_bytes` against samples, fitted to the measured sizes."""
+        constant, per_sample = linear_fit([(point.samples, max(getattr(point, name), 1e-9)) for point in self.points])
         return Affine(constant=constant, per_sample=per_sample)
 
     @property
     def saved_bytes(self) -> Affine | None:
-        """What a compiled segment saves against samples, a line through the smallest and the largest size; None if it
-        was not compiled or measured on a device.
-        """
-        few, many = (pick(self.points, key=lambda point: point.samples) for pick in (min, max))
-        if not (self.compiled and few.saved_bytes and many.saved_bytes):
-            return None
-        if few.samples == many.samples:
-            return Affine(per_sample=many.saved_bytes / many.samples)
-        slope = max(0.0, (many.saved_bytes - few.saved_bytes) / (many.samples - few.samples))
-        constant = max(point.saved_bytes - slope * point.samples for point in (few, many))
-        if constant < 0:
-            return Affine(per_sample=max(point.saved_bytes / point.samples for point in (few, many)))
-        return Affine(constant=constant, per_sample=slope)
+        """What a compiled segment saves against samples; None if it was not compiled or measured on a device."""
+        known = self.compiled and all(point.saved_bytes for point in self.points)
+        return self.linear("saved_bytes") if known else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

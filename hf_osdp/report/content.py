@@ -4,7 +4,6 @@ the page and JSON files are all made from them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -27,7 +26,6 @@ from .plan_file import PlanInputs, plan_file_content, write_json
 REPORT_FILE = "osdp_report.json"
 Content = dict[str, Any]
 TIME_TERMS = ("compute_s", "communication_s", "exposed_s", "copy_s", "optimizer_s", "update_gathers_s", "waits_s")
-_NUMBER = re.compile(r"(\d+)")
 
 
 def report_content(
@@ -198,9 +196,7 @@ def _rows(plan: Plan, description: ModelDescription, estimate: PlanEstimate) -> 
         policy, times = decision.activations.recomputation, [] if time is None else [time.units[i] for i in indices]
         return {
             "units": [unit.fqn for unit in units],
-            "label": _label([shown_name(name) for unit in units for name in unit.fqn.split("+")])
-            if len(units) > 1
-            else units[0].label,
+            "label": _label([unit.fqn for unit in units]),
             "class": units[0].class_name,
             "layout": decision.describe(plan.world_size),
             "recomputation": None if policy is None else policy.describe(),
@@ -221,17 +217,15 @@ def _rows(plan: Plan, description: ModelDescription, estimate: PlanEstimate) -> 
     return [row(indices) for indices in unit_rows(plan, description)]
 
 
-def _label(labels: Sequence[str]) -> str:
+def _label(units: Sequence[str]) -> str:
     """Return the name of a row: `transformer.h.0-5 (6)`."""
-    first, last = _NUMBER.split(labels[0]), _NUMBER.split(labels[-1])
-    if len(labels) == 1:
-        return labels[0]
-    differ = [i for i, (start, end) in enumerate(zip(first, last, strict=False)) if start != end]
-    name = f"{labels[0]} ... {labels[-1]}"
-    if len(first) == len(last) and len(differ) == 1 and first[differ[0]].isdecimal():
-        first[differ[0]] += f"-{last[differ[0]]}"
-        name = "".join(first)
-    return f"{name} ({len(labels)})"
+    label = shown_name("+".join(units))
+    if len(units) == 1:
+        return label
+    first, *_, last = modules = "+".join(units).split("+")
+    if "+" in label:
+        label = f"{shown_name(first)} ... {shown_name(last)}"
+    return f"{label} ({len(modules)})"
 
 
 def _picked(value: object, *names: str) -> Content:

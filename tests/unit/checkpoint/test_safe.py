@@ -6,12 +6,10 @@ import os
 import pickle
 import time
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from hf_osdp.checkpoint.folders import MANIFEST_NAME
 from hf_osdp.checkpoint.layouts import find_model, read_weights
@@ -80,36 +78,11 @@ def runs(mark: Path) -> Pickled:
     return Pickled(os.mkdir, str(mark))
 
 
-class DeepKey:
-    """Pickled as a dict whose key is hashed when it is read, which no Python can hold."""
-
-    def __init__(self, key: object):
-        self.key = key
-
-
-class Pickler(pickle._Pickler):
-    dispatch: ClassVar = dict(pickle._Pickler.dispatch)
-
-    def save_deep_key(self, value: DeepKey) -> None:
-        self.write(pickle.EMPTY_DICT)
-        self.save(value.key)
-        self.save(1)
-        self.write(pickle.SETITEM)
-
-    dispatch[DeepKey] = save_deep_key
-
-
-@pytest.mark.parametrize(
-    "place", ["key", "metadata index", "layout", "relative path", "planner data", "size", "huge size"]
-)
+@pytest.mark.parametrize("place", ["layout", "relative path", "planner data", "size", "huge size"])
 def test_hostile_index_is_refused_at_once(tmp_path, place):
     folder = in_shards(tmp_path)
     index, deep = SafeReader(folder).read_metadata(), nested(64)
     match place:
-        case "key":
-            index.planner_data = DeepKey(deep)
-        case "metadata index":
-            index.storage_data = DeepKey(MetadataIndex(deep))
         case "layout":
             index.planner_data = Pickled(torch.serialization._get_layout, deep)
         case "relative path":
@@ -120,8 +93,7 @@ def test_hostile_index_is_refused_at_once(tmp_path, place):
             next(iter(index.state_dict_metadata.values())).chunks[0].offsets = deep
         case "huge size":
             next(iter(index.state_dict_metadata.values())).size = torch.Size([1 << 50, 1 << 10])
-    with (folder / ".metadata").open("wb") as file:
-        Pickler(file).dump(index)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
     (folder.parent / MANIFEST_NAME).unlink()  # as of plain Accelerate
     begun = time.monotonic()
     with pytest.raises(CheckpointError, match=r"do not use it|cannot be read"):

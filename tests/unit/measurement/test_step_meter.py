@@ -119,7 +119,7 @@ def test_measured_model_is_pickled_and_copied_without_its_meter():
     optimizer.step()
     assert len(told) == 1 and meter.model is None
     copied = copy.deepcopy(meter)
-    for end in (copied.discard, copied.stop, copied.finish):
+    for end in (copied.discard, copied.finish):
         end()
 
 
