@@ -31,8 +31,6 @@ _NUMPY_TYPES: list[Any] = [multiarray._reconstruct, np.ndarray, np.dtype, type(n
 """Types in the pickled state of numpy's generator."""
 _MOST_DIMS = 16
 """No model's tensor has more; a chunk has 2**dims corners."""
-_MAX_INDEX_BYTES = 1 << 30
-"""An index takes a few hundred bytes for each shard; for a 70B model on a thousand ranks 0.2 GB."""
 
 
 def load_file(path: Path, *, numpy: bool = False) -> Any:  # noqa: ANN401  # whatever the file contains
@@ -92,10 +90,6 @@ class SafeReader(FileSystemReader):
         path = Path(self.path) / _INDEX
         if not path.is_file():
             raise CheckpointError(f"{path} is missing; use another checkpoint.")
-        if (size := path.stat().st_size) > _MAX_INDEX_BYTES:
-            raise CheckpointError(
-                f"{path} has {size} bytes, but an index has at most {_MAX_INDEX_BYTES}; use another checkpoint."
-            )
         try:
             with path.open("rb") as file:
                 index = _checked_index(_IndexUnpickler(file).load())

@@ -140,15 +140,9 @@ def _errors_in_one_line(make: Callable[[str], CheckpointError]) -> Iterator[None
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as failed:
-        raise make(_cause_of(failed)) from None
-
-
-def _cause_of(error: BaseException) -> str:
-    """Return an error in one line; of torch's exception, which holds errors of all ranks, the first."""
-    if isinstance(error, CheckpointException):
-        number, (inner, _) = next(iter(sorted(error.failures.items())))
-        return f"rank {number}: {_cause_of(inner)}"
-    return f"{type(error).__name__}: {one_line(error)}"
+        first = min(failed.failures)
+        cause, _ = failed.failures[first]
+        raise make(f"rank {first}: {type(cause).__name__}: {one_line(cause)}") from None
 
 
 def check_finite(model: nn.Module, folder: str | Path) -> None:

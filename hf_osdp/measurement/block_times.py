@@ -95,19 +95,15 @@ def _measure_passes(
     """
     cast = timed.cast_dtype
 
-    def prepare() -> tuple[nn.Module, ModelDescription, dict[int, Callable[[], torch.Tensor]]]:
+    def prepare() -> tuple[nn.Module, ModelDescription, dict[int, dict[str, Any]]]:
         short = shortened(whole, description.units)
         part = part_of(description, short)
         model = _prepared(materialised(short, device, cast), timed, description)
         make = timed.inputs or UsualBatch(whole, timed.sequence_length, timed.images)
         batches = {size: _on_device(make(size), device, cast) for size in sorted(set(timed.micro_batch_sizes))}
+        return model, part, batches
 
-        def runner(batch: dict[str, Any]) -> Callable[[], torch.Tensor]:
-            return lambda: loss_of(output_of(model, batch, timed.loss))
-
-        return model, part, {size: runner(batch) for size, batch in batches.items()}
-
-    model, part, forwards = _agreed(prepare)
+    model, part, batches = _agreed(prepare)
     stopwatch = Stopwatch(model, part.units, device, cast)
     with ExitStack() as stack:
         if timed.compile:  # each size as training compiles it: with its own shapes, and anew
@@ -118,13 +114,13 @@ def _measure_passes(
 
         def measure(size: int) -> Sections:
             with same_random_numbers():  # all ranks and passes run the same modules
-                return stopwatch.measure(forwards[size])
+                return stopwatch.measure(lambda: loss_of(output_of(model, batches[size], timed.loss)))
 
-        _agreed(lambda: [measure(size) for size in forwards])  # to warm up
-        taken: dict[int, list[Sections]] = {size: [] for size in forwards}
+        _agreed(lambda: [measure(size) for size in batches])  # to warm up
+        taken: dict[int, list[Sections]] = {size: [] for size in batches}
         limit_s = max(_LIMIT_S, _LIMIT_FACTOR * seconds)
         for _ in rounds(seconds, least=_MIN_ROUNDS, most=_MAX_ROUNDS, limit_s=limit_s):
-            for size in forwards:
+            for size in batches:
                 barrier(device)  # ranks compute at the same time, as in training
                 taken[size].append(measure(size))
     return part, _agreed(

@@ -83,7 +83,7 @@ class _CollectiveTest:
     collective: Collective
     size: int
     group: dist.ProcessGroup
-    run: Callable[[torch.Tensor, torch.Tensor], object]
+    run: Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], object]
     """Issues the collective, given the whole tensor and this rank's part."""
     taken: dict[int, list[float]] = field(default_factory=dict)
     """This rank's seconds by bytes of the whole tensor."""
@@ -93,7 +93,7 @@ class _CollectiveTest:
         whole, part = self._buffers(nbytes, device)
         barrier(device)
         start = time.perf_counter()
-        self.run(whole, part)
+        self.run(whole, part, self.group)
         synchronize(device)
         return max(time.perf_counter() - start, 1e-9)
 
@@ -171,15 +171,17 @@ def _tests(
         gathers = Collective.ALL_GATHER if stages is None else Collective.TWO_STAGE_ALL_GATHER
         scatters = Collective.REDUCE_SCATTER if stages is None else Collective.TWO_STAGE_REDUCE_SCATTER
         return [
-            _CollectiveTest(gathers, size, group, lambda whole, part: gather(whole, part, group)),
-            _CollectiveTest(scatters, size, group, lambda whole, part: scatter(part, whole, group, dist.ReduceOp.SUM)),
+            _CollectiveTest(gathers, size, group, gather),
+            _CollectiveTest(
+                scatters, size, group, lambda whole, part, own: scatter(part, whole, own, dist.ReduceOp.SUM)
+            ),
         ]
 
-    def reduce_with(group: dist.ProcessGroup) -> Callable[[torch.Tensor, torch.Tensor], object]:
-        return lambda whole, part: dist.all_reduce(whole, group=group)
+    def reduce(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> object:
+        return dist.all_reduce(whole, group=group)
 
     groups = {size: group_of(_members(Collective.ALL_REDUCE, size)) for size in replicas}
-    tests = [_CollectiveTest(Collective.ALL_REDUCE, size, group, reduce_with(group)) for size, group in groups.items()]
+    tests = [_CollectiveTest(Collective.ALL_REDUCE, size, group, reduce) for size, group in groups.items()]
     for size in shards:
         tests += shard_tests(size)
         if 1 < local < size and size % local == 0:
