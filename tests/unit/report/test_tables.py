@@ -85,7 +85,11 @@ def test_plan_table_fits_100_columns_with_every_figure(prefix, class_name):
     ("names", "sizes", "expected"),
     [
         ([f"h.{i}" for i in range(6)], [8, 8, 1, 8, 8, 8], ["h.0-1 (2)", "h.2", "h.3-5 (3)"]),
-        ([f"model.layers2.{8 + i}.mlp" for i in range(3)], [1] * 3, ["model.layers2.8.mlp ... model.layers2.10.mlp (3)"]),
+        (
+            [f"model.layers2.{8 + i}.mlp" for i in range(3)],
+            [1] * 3,
+            ["model.layers2.8.mlp ... model.layers2.10.mlp (3)"],
+        ),
         (["encoder.0", "decoder.0"], [1] * 2, ["encoder.0 ... decoder.0 (2)"]),
     ],
 )
