@@ -31,7 +31,7 @@ from ..modeling.batch import training_batch
 from ..modeling.build import drops_layers
 from ..modeling.split.candidates import possible_splits
 from ..planner.cost.placement import host_of
-from ..planner.description import ModelDescription
+from ..planner.description import DType, ModelDescription
 from ..planner.grouping import grouped
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
@@ -92,12 +92,20 @@ def find_plan(model: nn.Module, job: Job, *, hardware: Hardware | None = None) -
     on the host need FSDP2 and its mixed precision.
     """
     builder = partial(ProblemBuilder, model, hardware=hardware)
-    asked = job.config.host_offload
+    asked, found = job.config.host_offload, None
     if job.precision.autocast and not asked:
         found = builder(job.asking(host_offload=False)).find()
-        if isinstance(found.outcome, Plan) or job.device_type == "cpu" or asked is False:
-            return found
-    return builder(job.under_fsdp).find()
+    if found is None or not (isinstance(found.outcome, Plan) or job.device_type == "cpu" or asked is False):
+        found = builder(job.under_fsdp).find()
+    device = found.problem.hardware.device
+    known = DType.BFLOAT16 in device.flops_per_s
+    if job.precision.compute is DType.BFLOAT16 and known and not device.native_bf16:
+        rates = [device.flops_per_s[dtype] / 1e12 for dtype in (DType.BFLOAT16, DType.FLOAT16)]
+        _log.warning(
+            "%s has no units for bfloat16: products run at %.1f TFLOP/s, in float16 at %.0f; use fp16.",
+            device.name, *rates,
+        )  # fmt: skip
+    return found
 
 
 class ProblemBuilder:

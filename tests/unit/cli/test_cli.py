@@ -155,6 +155,11 @@ def test_precision_follows_the_device(device, asked, precision):
     assert case.precision == precision and case.job.precision == Precision.named(precision, autocast=True)
 
 
+def test_precision_without_units_for_it_is_said(model, caplog):
+    assert call("plan", model, *SIZES, *DEVICES, "--precision", "bf16").exit_code == 0
+    assert "TITAN RTX has no units for bfloat16: products run at " in caplog.text and "; use fp16." in caplog.text
+
+
 def test_explain_needs_the_plan_file_alone(planned, tmp_path):
     plan, inputs = read_plan_file(planned[0])
     done = call("explain", planned[0], "--json", tmp_path / "report.json", "--plot", tmp_path / "x.html")
