@@ -33,6 +33,11 @@ from .trainer_arguments import accelerator_config_of, samples_of_step, warn
 _DATA = ("train_dataset", "eval_dataset")
 _TOKENS = 16
 """Tokens of the rows on which the loss is examined."""
+_STEP = ("training_step", "get_batch_samples", "_get_num_items_in_batch", "_run_epoch", "_inner_training_loop")
+"""The Trainer's methods between an epoch and the loss of a micro-batch."""
+_BETWEEN_MICRO_BATCHES = ("on_substep_end",)
+_PROVEN = ("transformers", "hf_osdp", "trl", "sentence_transformers")
+"""Packages whose steps train the same whatever the micro-batches, as rows of tests/compatibility show."""
 _PROBLEMS = {
     LossKind.WHOLE: "The loss of {} is not divided by num_items_in_batch",
     LossKind.MIXED: "The loss of {} is not a sum over samples that is divided by num_items_in_batch",
@@ -89,8 +94,9 @@ def micro_batch_rule(
         return MicroBatchRule(size=size, chosen=requested)
     kind = on_rank_zero(lambda: _loss_kind(trainer, inputs, sequence_length))
     problem = None if kind is LossKind.SHARE else _PROBLEMS[kind].format(_owner_of_loss(trainer))
-    may_change = kind in (LossKind.SHARE, LossKind.WHOLE)
-    coupling = problem or _coupling(trainer)
+    own_step = _own_step(trainer)
+    may_change = own_step is None and kind in (LossKind.SHARE, LossKind.WHOLE)
+    coupling = own_step or problem or _coupling(trainer)
     reason = coupling or _batch_count_dependence(trainer)
     averages = kind is LossKind.WHOLE
     if reason is None:
@@ -173,6 +179,21 @@ def _owner_of_loss(trainer: Trainer) -> str:
         return f"{type(trainer).__name__}.compute_loss"
     assert isinstance(trainer.model, nn.Module)
     return type(without_adapters(trainer.model)).__name__ if trainer.compute_loss_func is None else "compute_loss_func"
+
+
+def _own_step(trainer: Trainer) -> str | None:
+    """Return which part of a step other code than the proven one runs for each micro-batch; None if there is none."""
+    owners: list[tuple[str, object]] = []
+    for name in _STEP:
+        classes = (cls for cls in type(trainer).__mro__ if name in vars(cls))
+        owners.append((name, vars(trainer).get(name) or next(classes, Trainer)))
+    for callback in trainer.callback_handler.callbacks:
+        for name in _BETWEEN_MICRO_BATCHES:
+            owners.append((name, next(cls for cls in type(callback).__mro__ if name in vars(cls))))
+    for name, owner in owners:
+        if str(getattr(owner, "__module__", "")).partition(".")[0] not in _PROVEN:
+            return f"{getattr(owner, '__name__', 'The Trainer')}.{name} runs for each micro-batch, in a way of its own"
+    return None
 
 
 def _coupling(trainer: Trainer) -> str | None:

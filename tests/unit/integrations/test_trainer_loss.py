@@ -82,6 +82,20 @@ def divided(outputs, labels, num_items_in_batch=None):
 
 BERT = BertConfig(**SIZES, max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 WHOLE = "is not divided by num_items_in_batch"
+
+
+class OwnStep(transformers.Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class Between(transformers.TrainerCallback):
+    def on_substep_end(self, *args, **kwargs):
+        pass
+
+
 ONE_LABEL = {"train_dataset": rows(label=lambda row: torch.tensor(1))}
 
 
@@ -96,6 +110,8 @@ ONE_LABEL = {"train_dataset": rows(label=lambda row: torch.tensor(1))}
     (llama, None, {}, {"compute_loss_func": lambda outputs, *_, **__: outputs.logits.mean()},
      f"The loss of compute_loss_func {WHOLE}"),
     (llama, OwnMean, {}, {}, f"The loss of OwnMean.compute_loss {WHOLE}"),
+    (llama, OwnStep, {}, {}, "OwnStep.training_step runs for each micro-batch"),
+    (llama, None, {}, {"callbacks": [Between()]}, "Between.on_substep_end runs for each micro-batch"),
     (llama, Divides, {}, {}, "It is not known whether the loss of Divides.compute_loss is divided"),
     (lambda: mixtral(output_router_logits=True), None, {}, {},
      "The loss of MixtralForCausalLM is not a sum over samples"),
