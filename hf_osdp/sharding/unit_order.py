@@ -233,8 +233,8 @@ class UnitOrder:
             whole = whole_parameter(parameter)
             if whole is not None and whole.requires_grad:
                 has_gradient = has_whole_gradient(parameter)
-                had_gradient = self._used.get(parameter, False) or parameter.sharded_param.grad is not None
-                self._used[parameter] = has_gradient or had_gradient
+                was_used = self._used.get(parameter, parameter.sharded_param.grad is not None)
+                self._used[parameter] = was_used or has_gradient
                 if not has_gradient:
                     whole.grad = torch.zeros_like(whole)
         if any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params):
