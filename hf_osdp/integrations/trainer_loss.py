@@ -35,7 +35,6 @@ _TOKENS = 16
 """Tokens of the rows on which the loss is examined."""
 _STEP = ("training_step", "get_batch_samples", "_get_num_items_in_batch", "_run_epoch", "_inner_training_loop")
 """The Trainer's methods between an epoch and the loss of a micro-batch."""
-_BETWEEN_MICRO_BATCHES = ("on_substep_end",)
 _PROVEN = ("transformers", "hf_osdp", "trl", "sentence_transformers")
 """Packages whose steps train the same whatever the micro-batches, as rows of tests/compatibility show."""
 _PROBLEMS = {
@@ -182,18 +181,18 @@ def _owner_of_loss(trainer: Trainer) -> str:
 
 
 def _own_step(trainer: Trainer) -> str | None:
-    """Return which part of a step other code than the proven one runs for each micro-batch; None if there is none."""
-    owners: list[tuple[str, object]] = []
+    """Return which of the Trainer's methods other code than the proven one replaces; None if there is none."""
     for name in _STEP:
         classes = (cls for cls in type(trainer).__mro__ if name in vars(cls))
-        owners.append((name, vars(trainer).get(name) or next(classes, Trainer)))
-    for callback in trainer.callback_handler.callbacks:
-        for name in _BETWEEN_MICRO_BATCHES:
-            owners.append((name, next(cls for cls in type(callback).__mro__ if name in vars(cls))))
-    for name, owner in owners:
-        if str(getattr(owner, "__module__", "")).partition(".")[0] not in _PROVEN:
-            return f"{getattr(owner, '__name__', 'The Trainer')}.{name} runs for each micro-batch, in a way of its own"
+        if (owner := _unproven(vars(trainer).get(name) or next(classes, Trainer))) is not None:
+            return f"{owner}.{name} runs for each micro-batch, in a way of its own"
     return None
+
+
+def _unproven(owner: object) -> str | None:
+    """Return the name of a class, or of a function, that is not of a proven package."""
+    package = str(getattr(owner, "__module__", "")).partition(".")[0]
+    return None if package in _PROVEN else str(getattr(owner, "__name__", owner))
 
 
 def _coupling(trainer: Trainer) -> str | None:
@@ -210,6 +209,10 @@ def _coupling(trainer: Trainer) -> str | None:
 def _batch_count_dependence(trainer: Trainer) -> str | None:
     """Return why a step may depend on the number of its micro-batches; None if only its samples matter."""
     args, dataset = trainer.args, trainer.train_dataset
+    for callback in trainer.callback_handler.callbacks:
+        between = next(cls for cls in type(callback).__mro__ if "on_substep_end" in vars(cls))
+        if (owner := _unproven(between)) is not None:
+            return f"{owner}.on_substep_end runs for each micro-batch, in a way of its own"
     if not args.average_tokens_across_devices:
         return "average_tokens_across_devices=False weights samples by the tokens on their process"
     is_whole = isinstance(dataset, Sized) and len(dataset) % samples_of_step(args) == 0
