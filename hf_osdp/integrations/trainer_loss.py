@@ -93,9 +93,8 @@ def micro_batch_rule(
         return MicroBatchRule(size=size, chosen=requested)
     kind = on_rank_zero(lambda: _loss_kind(trainer, inputs, sequence_length))
     problem = None if kind is LossKind.SHARE else _PROBLEMS[kind].format(_owner_of_loss(trainer))
-    own_step = _own_step(trainer)
-    may_change = own_step is None and kind in (LossKind.SHARE, LossKind.WHOLE)
-    coupling = own_step or problem or _coupling(trainer)
+    may_change = kind in (LossKind.SHARE, LossKind.WHOLE)
+    coupling = problem or _own_step(trainer) or _coupling(trainer)
     reason = coupling or _batch_count_dependence(trainer)
     averages = kind is LossKind.WHOLE
     if reason is None:
