@@ -55,7 +55,10 @@ def requested_options(
         return None
     _refuse_ignored(fsdp_config)
     places = (place for place in (here, osdp) if not isinstance(place, bool))
-    return {name: value for place in places for name, value in stated_options(place).items()}
+    options = {name: value for place in places for name, value in stated_options(place).items()}
+    if args is not None and args.torch_compile and options.get("compile") is False:
+        raise ValueError("torch_compile=True contradicts compile=False in OSDP's options; leave one of the two out.")
+    return options
 
 
 def _refuse_ignored(fsdp_config: Mapping[str, Any]) -> None:

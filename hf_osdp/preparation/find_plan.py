@@ -16,6 +16,7 @@ from torch import nn
 
 from ..distributed.consensus import on_rank_zero
 from ..distributed.fsdp_internals import JOINS_BLOCKS
+from ..distributed.mesh import rank
 from ..distributed.restart import limit_after_oom
 from ..errors import (
     CheckpointingError,
@@ -99,7 +100,7 @@ def find_plan(model: nn.Module, job: Job, *, hardware: Hardware | None = None) -
         found = builder(job.under_fsdp).find()
     device = found.problem.hardware.device
     known = DType.BFLOAT16 in device.flops_per_s
-    if job.precision.compute is DType.BFLOAT16 and known and not device.native_bf16:
+    if job.precision.compute is DType.BFLOAT16 and known and not device.native_bf16 and rank() == 0:
         rates = [device.flops_per_s[dtype] / 1e12 for dtype in (DType.BFLOAT16, DType.FLOAT16)]
         _log.warning(
             "%s has no units for bfloat16: products run at %.1f TFLOP/s, in float16 at %.0f; use fp16.",

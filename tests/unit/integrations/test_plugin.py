@@ -131,6 +131,8 @@ def test_torch_compile_of_arguments_is_an_option_of_plans(tmp_path):
     for asked in (True, False):
         args = arguments(tmp_path, torch_compile=asked)
         assert Trainer(model=tiny_model("gpt2", layers=1), args=args, osdp=True).accelerator.config.compile == asked
+    with pytest.raises(ValueError, match=r"^torch_compile=True contradicts compile=False"):
+        requested_options({"compile": False}, arguments(tmp_path, torch_compile=True))
     with pytest.raises(ValueError, match=r"^The Trainer was given torch.compile\(model\); give it the model itself"):
         Trainer(model=torch.compile(tiny_model("gpt2", layers=1)), args=arguments(tmp_path), osdp=True)
 
