@@ -67,7 +67,7 @@ def option(given: str, folder: Path) -> Give:
 
 def trainer(given: str, folder: Path) -> Give:
     def asked(osdp: object = None, fsdp_config: dict[str, object] | None = None) -> object:
-        fsdp = {"fsdp": [], "fsdp_plugin_args": None, "fsdp_config": fsdp_config}
+        fsdp = {"fsdp": [], "fsdp_plugin_args": None, "fsdp_config": fsdp_config, "torch_compile": False}
         return OSDPPlugin(osdp=requested_options(osdp, SimpleNamespace(**fsdp)) or {})
 
     return lambda: eval(given, {"Trainer": asked, "TrainingArguments": asked})
