@@ -35,7 +35,7 @@ from .gradients import clip_across_meshes
 from .host import memory_of
 from .replica_buckets import AllReduce, Owner, Parameters
 from .replicas import Replicas, is_under_plan
-from .sharded_class import keep_class, mark_managed, save_whole
+from .sharded_class import keep_class, mark_managed, refuse_partial_use, save_whole
 from .state import broadcast_parameters
 from .unit_order import UnitOrder
 
@@ -115,6 +115,7 @@ def apply_plan(
         replaced = [parameter for parameter in model.parameters() if parameter not in ignored]
         _shard_units(model, managed, ignored, meshes, mp_policy or MixedPrecisionPolicy(), pin_memory)
         clip_across_meshes()
+        refuse_partial_use()
     replicas = _replicate(model, found, ignored, meshes, mp_policy) if plan.world_size > 1 else None
     if managed:
         UnitOrder(model, units, replicas, replaced)

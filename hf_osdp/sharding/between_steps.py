@@ -20,8 +20,16 @@ from .replicas import replicas_of
 from .state import broadcast_into, free_gathered, gathered
 from .unit_order import units_of
 
-_MIXED = ("got mixed torch.Tensor and DTensor", "inputs with different meshes", "must have the same mesh")
-"""Parts of torch's messages about operators on shards and whole tensors, or on shards of several layouts."""
+_REFUSED_BY_TORCH = {
+    "mixes whole tensors with shards of weights": (
+        "got mixed torch.Tensor and DTensor", "inputs with different meshes", "must have the same mesh",
+    ),
+    "does with shards of weights what torch cannot do": (
+        "Sharding propagation failed", "unevenly sharded tensor", "along the sharded dimension",
+        "for tensor subclasses", "on an invalid python storage",
+    ),
+}  # fmt: skip
+"""What work on shards did, and parts of torch's messages about it."""
 _BETWEEN_STEPS = "do this within `with hf_osdp.full_parameters(model):`, on every rank"
 
 
@@ -195,12 +203,13 @@ def _ranks(tensor: DTensor) -> tuple[object, ...]:
 
 @contextmanager
 def mixing_explained(*, in_loss: bool) -> Iterator[None]:
-    """Add the remedy to torch's error about work that mixes whole tensors with shards, in a loss or between steps."""
+    """Add the remedy to torch's error about work on shards, in a loss or between steps."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        if not any(text in str(error) for text in _MIXED):
+        known = (what for what, texts in _REFUSED_BY_TORCH.items() if any(text in str(error) for text in texts))
+        if (what := next(known, None)) is None:
             raise
         if in_loss:
-            raise OSDPError(f"The loss mixes whole tensors with shards of weights; {REMEDY}.") from error
-        raise OSDPError(f"Code between steps mixes whole tensors with shards of weights; {_BETWEEN_STEPS}.") from error
+            raise OSDPError(f"The loss {what}; {REMEDY}.") from error
+        raise OSDPError(f"Code between steps {what}; {_BETWEEN_STEPS}.") from error

@@ -4,16 +4,17 @@ shards or hang.
 
 from __future__ import annotations
 
-import copy
+import copyreg
 import functools
 import inspect
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank
@@ -51,8 +52,6 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """
     methods: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     methods |= {"__deepcopy__": _no_copy, "__reduce_ex__": _no_copy}
-    if cls.state_dict is nn.Module.state_dict:
-        methods["state_dict"] = _state_dict
     if hasattr(cls, "generate"):
         methods["generate"] = _CalledOnAllRanks(cls.generate)
     if (save := _save_of(cls)) is not None:
@@ -60,36 +59,49 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (FSDPModule, cls), methods)
 
 
+@functools.cache
+def refuse_partial_use() -> None:
+    """Refuse files and pickles of shards from now on, and make numbers that are read from them those of all ranks.
+
+    torch would write one rank's shards, and `item`, `float` and `bool` of a sum or norm would return one rank's part.
+    """
+    copyreg.pickle(DTensor, _no_pickle)  # type: ignore[arg-type]
+    torch.library.register_torch_dispatch("aten::_local_scalar_dense", DTensor, _number)
+
+
+def _is_whole(tensor: DTensor) -> bool:
+    return all(placement.is_replicate() for placement in tensor.placements)
+
+
+def _no_pickle(tensor: DTensor) -> str | tuple[Any, ...]:
+    _refuse_shards([tensor])
+    return tensor.__reduce_ex__(2)
+
+
+def _refuse_shards(values: Iterable[object]) -> None:
+    if shapes := [tuple(value.shape) for value in values if isinstance(value, DTensor) and not _is_whole(value)]:
+        raise OSDPError(
+            f"A file, a pickle or a copy would get one rank's shard of a tensor of shape {shapes[0]}; {_REMEDY}."
+        )
+
+
+def _number(cls: object, func: Any, types: object, args: tuple[DTensor], kwargs: object) -> object:  # noqa: ANN401
+    (tensor,) = args
+    if _is_whole(tensor):
+        return func(tensor.to_local())
+    require_all("A number read from shards of weights (item, float, bool)")
+    number = func(tensor.full_tensor())
+    if not any(placement.is_partial("max") or placement.is_partial("min") for placement in tensor.placements):
+        return number
+    is_nan = tensor.to_local().isnan().float()  # gloo's maximum loses it
+    summed = [Partial() if placement.is_partial() else placement for placement in tensor.placements]
+    return math.nan if DTensor.from_local(is_nan, tensor.device_mesh, summed).full_tensor() else number
+
+
 def _no_copy(self: nn.Module, *_: object) -> NoReturn:
     raise OSDPError(
         f"torch.save, pickle and copy would get one rank's shards of a sharded {type(self).__name__}; {_REMEDY}."
     )
-
-
-class _Shards(OrderedDict[str, Any]):
-    """The state dict of a sharded model: a file of it would lack the other ranks' shards."""
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise OSDPError(f"torch.save and pickle would get one rank's shards of model.state_dict(); {_REMEDY}.")
-
-    __copy__ = OrderedDict.copy
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Shards:
-        return _Shards((name, copy.deepcopy(value, memo)) for name, value in self.items())
-
-
-def _state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
-    """Return the stock state dict; the model's whole one cannot be pickled."""
-    state: Mapping[str, Any] = nn.Module.state_dict(self, *args, **kwargs)
-    if (
-        args
-        or kwargs.get("destination") is not None
-        or not any(isinstance(value, DTensor) for value in state.values())
-    ):
-        return state  # whole within `full_parameters`
-    shards = _Shards(state)
-    shards._metadata = state._metadata  # type: ignore[attr-defined]
-    return shards
 
 
 class _CalledOnAllRanks:
@@ -140,7 +152,8 @@ def _saving_whole_weights(save: Callable[..., Any]) -> Callable[..., Any]:
     def saved(self: nn.Module, *args: Any, **kwargs: Any) -> object:
         call = signature.bind(self, *args, **kwargs)
         owner = call.arguments if "state_dict" in signature.parameters else call.arguments.setdefault("kwargs", {})
-        if owner.get("state_dict") is not None:
+        if (state := owner.get("state_dict")) is not None:
+            _refuse_shards(state.values())
             return save(*call.args, **call.kwargs) if rank() == 0 else None
         if not any(
             isinstance(parameter, DTensor) for parameter in self.parameters()

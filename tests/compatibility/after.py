@@ -78,6 +78,12 @@ def state_saved(side: Side, trainer: Any) -> dict[str, float]:
     return sums(torch.load(path, weights_only=True))
 
 
+def copies_saved(side: Side, trainer: Any) -> dict[str, float]:
+    path = side.folder / f"copies{dist.get_rank()}.pt"
+    torch.save({name: value.detach().cpu() for name, value in _inner(trainer).state_dict().items()}, path)
+    return sums(torch.load(path, weights_only=True))
+
+
 def module_saved(side: Side, trainer: Any) -> dict[str, float]:
     path = side.folder / f"module{dist.get_rank()}.pt"
     torch.save(_inner(trainer), path)

@@ -170,6 +170,14 @@ class Halving(TrainerCallback):
             group["lr"] /= 2
 
 
+class ClippingEach(TrainerCallback):
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        norms = {parameter: parameter.grad.norm().item() for parameter in model.parameters()}
+        for parameter, norm in norms.items():
+            if norm > 0.1:
+                parameter.grad.mul_(0.1 / norm)
+
+
 class Averaging(TrainerCallback):
     def __init__(self, model: Any) -> None:
         self.running = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))

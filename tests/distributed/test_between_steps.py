@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 import hf_osdp
 from hf_osdp.distributed import process_group
@@ -220,6 +220,67 @@ def test_merged_adapters_are_saved_as_in_one_process(tmp_path):
         saved = type(merged[1]).from_pretrained(folder, dtype=torch.float64)
         assert worst(saved.state_dict(), merged[1].state_dict()) < 1e-12
         assert all(isinstance(local(p), torch.Tensor) for p in merged[0].parameters())
+
+
+# ---- numbers and copies of shards
+
+
+NUMBERS = {
+    "norm": lambda t: t.norm().item(), "sum": lambda t: float(t.sum()), "mean": lambda t: t.mean().item(),
+    "largest": lambda t: t.abs().max().item(), "least": lambda t: t.aminmax()[0].item(),
+    "any NaN": lambda t: bool(torch.isnan(t).any()), "all finite": lambda t: bool(torch.isfinite(t).all()),
+    "none zero": lambda t: torch.count_nonzero(t).item(), "positive": lambda t: (t > 0).sum().item(),
+    "norms": lambda t: torch.stack(torch._foreach_norm([t, t])).norm().cpu().item(),
+}  # fmt: skip
+
+
+@pytest.mark.on_ranks(2, shared=True)
+def test_numbers_of_shards_are_those_of_all_ranks():
+    model, _ = sharded("mixed", LLAMA())
+    tiny_loss(model, tiny_batch(0)).backward()
+    last = first_shard(model).grad
+    if dist.get_rank() == dist.get_world_size() - 1:
+        last.to_local()[-1].fill_(float("nan"))
+    for parameter in model.parameters():
+        for tensor in filter(torch.is_tensor, (parameter.detach(), parameter.grad)):
+            for name, number in NUMBERS.items():
+                assert number(tensor) == pytest.approx(number(whole(tensor)), rel=1e-12, nan_ok=True), name
+    assert NUMBERS["any NaN"](last) and not NUMBERS["all finite"](last)
+
+
+@pytest.mark.on_ranks(2, shared=True)
+def test_a_number_of_shards_that_one_rank_reads_alone_is_an_error(monkeypatch):
+    monkeypatch.setattr(process_group, "ALL_CALL_S", 0.2)
+    model, _ = sharded()
+    if dist.get_rank() == 0:
+        with pytest.raises(OSDPError, match=r"A number read from shards of weights \(item, float, bool\) gathers"):
+            first_shard(model).norm().item()
+    dist.barrier()
+
+
+@pytest.mark.on_ranks(2, shared=True)
+def test_copies_of_shards_are_not_written(tmp_path):
+    model, _ = sharded("mixed", LLAMA())
+    optimizer = torch.optim.AdamW(model.parameters())
+    tiny_loss(model, tiny_batch(0)).backward()
+    optimizer.step()
+    name = next(name for name, p in model.named_parameters() if p is first_shard(model))
+    one = {
+        "cpu": {n: v.detach().cpu() for n, v in model.state_dict().items()},
+        "clone": {n: v.clone() for n, v in model.state_dict().items()},
+        "data": {n: p.data for n, p in model.named_parameters()},
+        "part": model.state_dict()[name],
+        "states": optimizer.state_dict(),
+    }
+    refused = "^A file, a pickle or a copy would get one rank's shard of a tensor of shape"
+    for given in one.values():
+        with pytest.raises(OSDPError, match=refused):
+            torch.save(given, tmp_path / f"{dist.get_rank()}.pt")
+    with pytest.raises(OSDPError, match=refused):
+        model.save_pretrained(tmp_path, state_dict=one["clone"])
+    torch.save({n: v for n, v in model.state_dict().items() if not isinstance(v, DTensor)}, tmp_path / "plain.pt")
+    shard = first_shard(model).detach()
+    torch.save(shard.redistribute(placements=[Replicate()] * shard.device_mesh.ndim), tmp_path / "whole.pt")
 
 
 # ---- reads of weights
