@@ -65,7 +65,7 @@ def refuse_partial_use() -> None:
 
     torch would write one rank's shards, and `item`, `float` and `bool` of a sum or norm would return one rank's part.
     """
-    copyreg.pickle(DTensor, _no_pickle)  # type: ignore[arg-type]
+    copyreg.pickle(DTensor, _no_pickle)
     torch.library.register_torch_dispatch("aten::_local_scalar_dense", DTensor, _number)
 
 
