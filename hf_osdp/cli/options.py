@@ -36,8 +36,8 @@ PlotFile = Annotated[
 
 
 _ONLY_RUNS = {
-    "inputs", "on_oom", "plan", "compare", "reduce_every_micro_step", "hardware", "nodes", "time_blocks",
-    *GROUPS["Run"],
+    "batch_by_tokens", "inputs", "on_oom", "plan", "compare", "reduce_every_micro_step", "hardware", "nodes",
+    "time_blocks", *GROUPS["Run"],
 }  # fmt: skip
 """Options of a run that have no flag here."""
 _REQUIRED = ("sequence_length", "global_batch_size")

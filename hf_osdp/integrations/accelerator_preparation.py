@@ -225,7 +225,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         model = self._models[-1]
         bind_optimizer(model, run.plan, run.units, optimizers)
         if self.meter is None or self.meter.model is None:
-            skips = self.scaler is not None and self.scaler.is_enabled()
+            skips = self.scaler is not None and self.scaler.is_enabled() and run.budget is None
             self.meter = StepMeter(model, self.device, self._report, run.plan, may_skip=skips)
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as stock

@@ -30,6 +30,7 @@ from ..sharding.state import free_gathered
 from ..sharding.unit_order import called_alone
 from .accelerator import OSDPAccelerator
 from .announce import plan_and_announce
+from .by_length import micro_batches
 from .plugin import OSDPPlugin
 from .trainer_arguments import (
     planned_arguments,
@@ -128,7 +129,7 @@ class Trainer(TrainerCheckpoints):
     @contextmanager
     def _as_planned(self, run: PlannedRun) -> Iterator[None]:
         """Let the stock Trainer see the plan's arguments."""
-        with replaced(self.args, **planned_arguments(self.args, run.plan)):
+        with replaced(self.args, **planned_arguments(self.args, run)):
             with replaced(self, _train_batch_size=self.args.train_batch_size):
                 yield
 
@@ -186,6 +187,19 @@ class Trainer(TrainerCheckpoints):
         on_every_rank(lambda: self._save(folder, state_dict=state) if writes else None)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Train on a batch as the stock Trainer, in micro-batches by length if the plan has a budget of tokens."""
+        if self._run is None or self._run.budget is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        *earlier, last = micro_batches(inputs, self._run.budget)
+        losses = []
+        for part in earlier:
+            with self.accelerator.no_sync(model=model):
+                losses.append(super().training_step(model, part, num_items_in_batch))
+        return torch.stack([*losses, super().training_step(model, last, num_items_in_batch)]).sum()
 
     def compute_loss_context_manager(self) -> ExitStack:
         """Return the stock Trainer's context, which also explains an error of a loss that mixes shards with whole

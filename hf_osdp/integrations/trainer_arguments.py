@@ -11,8 +11,8 @@ from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from ..errors import refuse_first
-from ..planner.plan import Plan
 from ..preparation.config import OSDPConfig, stated_options
+from ..preparation.plan_run import PlannedRun
 from ..reading import read_json
 from .launch import launch_request
 from .plugin import TAKEN, compiled_modules, refuse_decided
@@ -100,14 +100,14 @@ def samples_of_step(args: TrainingArguments) -> int:
     return batch * args.gradient_accumulation_steps * (1 if splits else args.world_size)
 
 
-def planned_arguments(args: TrainingArguments, plan: Plan) -> dict[str, object]:
+def planned_arguments(args: TrainingArguments, run: PlannedRun) -> dict[str, object]:
     """Return the arguments with which the stock Trainer runs a plan: its batch sizes, multiplied for `split_batches`
     if it is set; no search for a batch size, and no compilation of the whole model.
     """
-    parts = args.world_size if accelerator_config_of(args).split_batches else 1
+    parts, (size, count) = args.world_size if accelerator_config_of(args).split_batches else 1, run.batches
     return {
-        "per_device_train_batch_size": plan.micro_batch_size * parts,
-        "gradient_accumulation_steps": plan.accumulation_steps,
+        "per_device_train_batch_size": size * parts,
+        "gradient_accumulation_steps": count,
         "auto_find_batch_size": False,
         "torch_compile": False,
     }

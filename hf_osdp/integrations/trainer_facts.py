@@ -19,6 +19,7 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
 
 from ..checkpoint.resume import recorded_manifest
+from ..distributed.consensus import on_rank_zero
 from ..errors import one_line, refuse_first
 from ..modeling.batch import Inputs
 from ..planner.optimizers import knows_trainer_name, spec_of_trainer_name
@@ -28,8 +29,9 @@ from ..preparation.job import Job, RunFolder
 from ..preparation.plan_run import PlannedRun
 from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import reason_against_unit_steps
+from .by_length import reason_against_cuts
 from .checkpoints import is_adapted
-from .samples import find_batches, row_tokens, tokens_of
+from .samples import Batches, find_batches, row_tokens, tokens_of
 from .trainer_arguments import planned_arguments, samples_of_step, warn
 from .trainer_loss import MicroBatchRule, bytes_of_other_models, micro_batch_rule, traced_loss
 
@@ -51,7 +53,11 @@ def job_of_trainer(
         args, None if manifest is None else manifest.global_batch_size
     )
     rule = micro_batch_rule(trainer, config, batches, sequence_length, trains=trains)
-    sized = replace(config, sequence_length=sequence_length, global_batch_size=samples, micro_batch_size=rule.chosen)
+    cuts = trains and config.batch_by_tokens and _cuts_by_length(trainer, batches, rule)
+    sized = replace(
+        config, sequence_length=sequence_length, global_batch_size=samples, micro_batch_size=rule.chosen,
+        batch_by_tokens=cuts,
+    )  # fmt: skip
     optimizer, against_unit_steps = _optimizer_facts(trainer)
     folder = RunFolder(
         path=str(args.output_dir),
@@ -66,6 +72,7 @@ def job_of_trainer(
         precision=trainer.accelerator.precision,
         optimizer=optimizer,
         inputs=batches,
+        inputs_of_length=batches.with_rows if cuts and isinstance(batches, Batches) else None,
         loss=None if batches is None or config.inputs or model_makes_loss else traced_loss(trainer),
         other_models=bytes_of_other_models(trainer),
         clips_gradients=bool(args.max_grad_norm and args.max_grad_norm > 0),
@@ -78,6 +85,15 @@ def job_of_trainer(
         folder=folder if trains else None,
     )
     return job, rule
+
+
+def _cuts_by_length(trainer: Trainer, batches: Inputs | None, rule: MicroBatchRule) -> bool:
+    """Return whether a step's samples can be cut by length; warn why not. Collective."""
+    known = batches if isinstance(batches, Batches) else None
+    reason = on_rank_zero(lambda: rule.kept or reason_against_cuts(trainer, known))
+    if reason is not None:
+        warn(trainer.args, "batch_by_tokens=True has no effect: %s.", reason.rstrip("."))
+    return reason is None
 
 
 def _global_batch_size(args: TrainingArguments, started_with: int | None) -> int:
@@ -192,7 +208,7 @@ def refuse_changes(args: TrainingArguments, run: PlannedRun, planned_samples: in
     refuse_first({
         f"This Trainer was planned to evaluate, since it had no train_dataset, with {plan.micro_batch_size} samples at"
         f" once, and the arguments train {asked}: make another Trainer with train_dataset to train.":
-            not run.trains and planned_arguments(args, plan)["per_device_train_batch_size"] != asked,
+            not run.trains and planned_arguments(args, run)["per_device_train_batch_size"] != asked,
         f"The Trainer's arguments now make {samples} samples per step, but the plan was made for {planned_samples};"
         " set batch sizes before it is made.": samples != planned_samples,
     })  # fmt: skip

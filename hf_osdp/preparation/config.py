@@ -34,7 +34,7 @@ _TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
 }
 GROUPS = {
-    "Batch": ("sequence_length", "images", "global_batch_size", "micro_batch_size", "inputs"),
+    "Batch": ("sequence_length", "images", "global_batch_size", "micro_batch_size", "batch_by_tokens", "inputs"),
     "Devices": ("hardware", "nodes", "profile", "time_blocks"),
     "Memory": ("memory_limit", "memory_margin", *HOST_OPTIONS, "recompute", "on_oom"),
     "Layout": (
@@ -79,6 +79,9 @@ class OSDPConfig(Decisions):
 
     None takes it from the training arguments or the DataLoader.
     """
+    batch_by_tokens: bool = False
+    """Under the Trainer, sort each rank's samples of a step by length, and cut them into micro-batches of about equally
+    many tokens, so that short ones are not padded to long ones; a step's samples stay the same."""
     inputs: Callable[[int], Mapping[str, Any]] | None = None
     """A function from a number of samples to forward's keyword arguments, including labels, for a model whose batch
     cannot be derived; Python only. None makes a batch from the model."""

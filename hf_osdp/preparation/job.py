@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,8 @@ class Job:
     optimizer: OptimizerSpec
     inputs: Inputs | None = None
     """Returns a batch of the data for a number of samples; None makes a batch for a transformers model."""
+    inputs_of_length: Callable[[int], Inputs] | None = None
+    """Returns `inputs` with rows of other lengths, if the loop can cut a step's samples by length."""
     loss: Loss | None = None
     """Computes the loop's loss of a batch; None is the model's own loss."""
     other_models: Mapping[str, int] = field(default_factory=dict)
@@ -83,6 +85,9 @@ class Job:
                 self.activation_checkpointing and getattr(self.config, option) is value
             for option, value in _IGNORED_WITH_CHECKPOINTING
         }  # fmt: skip
+        refused["batch_by_tokens=True is for the Trainer; leave it out."] = (
+            self.config.batch_by_tokens and self.inputs_of_length is None
+        )
         refuse_first(refused)
 
     @property

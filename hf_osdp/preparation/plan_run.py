@@ -7,9 +7,11 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from ..distributed.consensus import require_same_run
+from ..distributed.consensus import on_rank_zero, require_same_run
 from ..distributed.mesh import find_topology, rank
 from ..errors import PlanError, PreflightError, refuse_first
 from ..modeling.batch import check_inputs
@@ -20,6 +22,7 @@ from ..planner.grouping import joined
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
 from ..planner.search.compare import StrategyResult
+from ..planner.token_budget import TokenBudget
 from ..planner.training_job import OptimizerSpec, formats_up_to
 from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
@@ -50,11 +53,19 @@ class PlannedRun:
     """Findings of the preflight checks."""
     trains: bool = True
     """The model is trained, not only evaluated."""
+    budget: TokenBudget | None = None
+    """How the loop cuts a step's samples by length; None runs the plan's micro-batches."""
 
     @property
     def hardware(self) -> Hardware | None:
         """The hardware of the search; None for a given plan."""
         return self.inputs.hardware
+
+    @property
+    def batches(self) -> tuple[int, int]:
+        """Samples that a rank's loader gives at once, and how often it does so in a step."""
+        size, count = self.plan.micro_batch_size, self.plan.accumulation_steps
+        return (size, count) if self.budget is None else (size * count, 1)
 
     @property
     def estimate(self) -> PlanEstimate | None:
@@ -88,7 +99,47 @@ def plan_run(model: nn.Module, job: Job) -> PlannedRun:
 
     run = _searched(model, job) if job.config.plan is None else _given(model, job)
     planning_s = time.perf_counter() - started
-    return replace(run, planning_s=planning_s, findings=_findings(run, job, model), trains=job.trains)
+    budget = on_rank_zero(lambda: _token_budget(run, job, model)) if job.config.batch_by_tokens else None
+    return replace(run, planning_s=planning_s, findings=_findings(run, job, model), trains=job.trains, budget=budget)
+
+
+def _token_budget(run: PlannedRun, job: Job, model: nn.Module) -> TokenBudget | None:
+    """Return the budget of the plan's micro-batch, under which no micro-batch needs more than the limit; None if even
+    a second micro-batch in a step does not fit.
+    """
+    plan, hardware, inputs_of = run.plan, run.hardware, job.inputs_of_length
+    assert inputs_of is not None
+    samples, longest = plan.micro_batch_size * plan.accumulation_steps, plan.sequence_length
+    tokens = plan.micro_batch_size * longest
+    loaded_bytes = sum(t.nbytes for t in tree_leaves(dict(inputs_of(longest)(1))) if isinstance(t, torch.Tensor))
+    if hardware is None or plan.memory_limit_bytes is None:
+        room_bytes = _peak_bytes(plan, run.inputs)
+    else:
+        outside_bytes = hardware.outside_bytes(plan.communicators)
+        room_bytes = hardware.room_bytes(plan.memory_limit_bytes) - outside_bytes - samples * loaded_bytes
+
+    def fits(length: int) -> bool:
+        """Return whether micro-batches of rows of this length fit."""
+        size = min(samples, tokens // length)
+        again = replace(plan, micro_batch_size=size, accumulation_steps=max(2, plan.accumulation_steps))
+        inputs = run.inputs
+        if length != longest:
+            of_length = replace(job.asking(sequence_length=length), inputs=inputs_of(length))
+            description = Describer(model, of_length).describe(plan.split.of_single_blocks)
+            inputs = replace(inputs, description=grouped_as_planned(description, plan))
+        return inputs.estimate(again).memory.peak_bytes <= room_bytes
+
+    if not fits(longest):
+        return None
+    shortest = min(longest, max(8, tokens // samples))
+    while not fits(shortest):
+        shortest = min(longest, 2 * shortest)
+    overhead = tokens // 8
+    if run.estimate is not None and run.estimate.time is not None:
+        time = run.estimate.time
+        beside_s = time.total("exposed_s") + time.total("copy_s")
+        overhead = int(tokens * beside_s / time.total("compute_s"))
+    return TokenBudget(tokens=tokens, shortest=shortest, overhead=overhead)
 
 
 def _searched(model: nn.Module, job: Job) -> PlannedRun:
