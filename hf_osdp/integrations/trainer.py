@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from ..sharding.state import free_gathered
 from ..sharding.unit_order import called_alone
 from .accelerator import OSDPAccelerator
 from .announce import plan_and_announce
-from .by_length import micro_batches
+from .micro_batches import micro_batches
 from .plugin import OSDPPlugin
 from .trainer_arguments import (
     planned_arguments,
@@ -42,7 +43,7 @@ from .trainer_arguments import (
 )
 from .trainer_checkpoints import Events, TrainerCheckpoints
 from .trainer_facts import job_of_trainer, refuse_changes
-from .trainer_loss import scale_loss
+from .trainer_loss import MicroBatchRule
 
 
 class Trainer(TrainerCheckpoints):
@@ -70,6 +71,12 @@ class Trainer(TrainerCheckpoints):
 
     _asked: OSDPConfig | Mapping[str, object] | bool | None = None
     """The argument `osdp`."""
+    _rule: MicroBatchRule | None = None
+    """What the plan's micro-batches may be; known with the plan."""
+    _cuts = False
+    """Whether steps are cut into micro-batches other than the batches that are loaded."""
+    _waiting: list[dict[str, Any]]
+    """The batches of the step that have been loaded."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -120,8 +127,7 @@ class Trainer(TrainerCheckpoints):
         self.is_fsdp_enabled |= self.accelerator.is_fsdp2  # also a single process with host offload
         if self.place_model_on_device and not self.is_fsdp_enabled:
             super()._move_model_to_device(self.model, self.args.device)
-        if (factor := rule.factor(run.plan)) != 1:
-            scale_loss(self, factor)
+        self._rule = rule
         stop = self._stop if self._osdp.save_on_sigterm else None
         self.callback_handler.call_event = Events(self.callback_handler.call_event, stop)  # type: ignore[method-assign]
         return run
@@ -129,9 +135,20 @@ class Trainer(TrainerCheckpoints):
     @contextmanager
     def _as_planned(self, run: PlannedRun) -> Iterator[None]:
         """Let the stock Trainer see the plan's arguments."""
-        with replaced(self.args, **planned_arguments(self.args, run)):
+        with replaced(self.args, **planned_arguments(self.args, *self._loaded(run.plan))):
             with replaced(self, _train_batch_size=self.args.train_batch_size):
                 yield
+
+    def _loaded(self, plan: Plan) -> tuple[int, int]:
+        """Return the samples of a batch that this rank loads, and how many it loads in a step: as the arguments say,
+        if steps are cut into the plan's micro-batches.
+        """
+        assert self._rule is not None
+        if not self._rule.cuts:
+            return plan.micro_batch_size, plan.accumulation_steps
+        samples = plan.micro_batch_size * plan.accumulation_steps
+        size = math.gcd(samples, self._rule.size)
+        return size, samples // size
 
     def _validate_args(self) -> None:
         """Validate as the stock Trainer, but accept an optimizer under FSDP: it receives the shards of its
@@ -191,15 +208,25 @@ class Trainer(TrainerCheckpoints):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """Train on a batch as the stock Trainer, in micro-batches by length if the plan has a budget of tokens."""
-        if self._run is None or self._run.budget is None:
+        """Train as the stock Trainer, but run the plan's micro-batches, all with the step's last batch.
+
+        Until then batches wait, and their loss is 0.
+        """
+        if not self._cuts:
             return super().training_step(model, inputs, num_items_in_batch)
-        *earlier, last = micro_batches(inputs, self._run.budget)
-        losses = []
-        for part in earlier:
-            with self.accelerator.no_sync(model=model):
-                losses.append(super().training_step(model, part, num_items_in_batch))
-        return torch.stack([*losses, super().training_step(model, last, num_items_in_batch)]).sum()
+        self._waiting.append(inputs)
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        assert self._run is not None and self._rule is not None
+        batches, self._waiting = self._waiting, []
+        parts = micro_batches(batches, self._run.plan.micro_batch_size, self._run.budget)
+        losses, backward = [], self.accelerator.backward
+        for number, (part, share) in enumerate(parts, 1):
+            weight = share if self._rule.averages else 1.0
+            weighted = replaced(self.accelerator, backward=lambda loss, w=weight, **rest: backward(loss * w, **rest))
+            with weighted, nullcontext() if number == len(parts) else self.accelerator.no_sync(model=model):
+                losses.append(super().training_step(model, part, num_items_in_batch) * weight)
+        return torch.stack(losses).sum()
 
     def compute_loss_context_manager(self) -> ExitStack:
         """Return the stock Trainer's context, which also explains an error of a loss that mixes shards with whole
@@ -236,6 +263,9 @@ class Trainer(TrainerCheckpoints):
         self.accelerator.project_configuration.project_dir = self.args.output_dir  # for the report
         refuse_changes(self.args, run, self._planned_samples)
         self._requested_batch_size = self.args.per_device_train_batch_size
+        self._waiting, loaded = [], self._loaded(run.plan)
+        as_loaded = loaded == (run.plan.micro_batch_size, run.plan.accumulation_steps)
+        self._cuts = run.budget is not None or not as_loaded
         try:
             with self._as_planned(run), self.accelerator.out_of_memory_explained(), mixing_explained(in_loss=False):
                 output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)

@@ -12,7 +12,6 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from ..errors import refuse_first
 from ..preparation.config import OSDPConfig, stated_options
-from ..preparation.plan_run import PlannedRun
 from ..reading import read_json
 from .launch import launch_request
 from .plugin import TAKEN, compiled_modules, refuse_decided
@@ -100,11 +99,11 @@ def samples_of_step(args: TrainingArguments) -> int:
     return batch * args.gradient_accumulation_steps * (1 if splits else args.world_size)
 
 
-def planned_arguments(args: TrainingArguments, run: PlannedRun) -> dict[str, object]:
-    """Return the arguments with which the stock Trainer runs a plan: its batch sizes, multiplied for `split_batches`
-    if it is set; no search for a batch size, and no compilation of the whole model.
+def planned_arguments(args: TrainingArguments, size: int, count: int) -> dict[str, object]:
+    """Return the arguments with which the stock Trainer loads batches of `size` samples for each process, `count` of
+    them in a step, and neither searches for a batch size nor compiles the whole model.
     """
-    parts, (size, count) = args.world_size if accelerator_config_of(args).split_batches else 1, run.batches
+    parts = args.world_size if accelerator_config_of(args).split_batches else 1
     return {
         "per_device_train_batch_size": size * parts,
         "gradient_accumulation_steps": count,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import replace
 from typing import Any, cast
 
@@ -29,8 +29,8 @@ from ..preparation.job import Job, RunFolder
 from ..preparation.plan_run import PlannedRun
 from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import reason_against_unit_steps
-from .by_length import reason_against_cuts
 from .checkpoints import is_adapted
+from .micro_batches import reason_against_cuts
 from .samples import Batches, find_batches, row_tokens, tokens_of
 from .trainer_arguments import planned_arguments, samples_of_step, warn
 from .trainer_loss import MicroBatchRule, bytes_of_other_models, micro_batch_rule, traced_loss
@@ -89,11 +89,20 @@ def job_of_trainer(
 
 def _cuts_by_length(trainer: Trainer, batches: Inputs | None, rule: MicroBatchRule) -> bool:
     """Return whether a step's samples can be cut by length; warn why not. Collective."""
-    known = batches if isinstance(batches, Batches) else None
-    reason = on_rank_zero(lambda: rule.kept or reason_against_cuts(trainer, known))
-    if reason is not None:
-        warn(trainer.args, "batch_by_tokens=True has no effect: %s.", reason.rstrip("."))
-    return reason is None
+    args, config = trainer.args, getattr(trainer.model, "config", None)
+    batch = batches(2) if isinstance(batches, Batches) else None
+    reasons = {
+        "the model has rows of two lengths": getattr(config, "is_encoder_decoder", False),
+        "compiled blocks would be compiled for each length": trainer.accelerator.config.compile,
+        f"train_sampling_strategy={args.train_sampling_strategy!r} groups samples already":
+            args.train_sampling_strategy == "group_by_length",
+        "the dataset is a stream": not isinstance(trainer.train_dataset, Sized),
+    }  # fmt: skip
+    found = next((reason for reason, holds in reasons.items() if holds), None)
+    found = rule.kept or found or on_rank_zero(lambda: reason_against_cuts(batch, samples=2, by_length=True))
+    if found is not None:
+        warn(args, "batch_by_tokens=True has no effect: %s.", found.rstrip("."))
+    return found is None
 
 
 def _global_batch_size(args: TrainingArguments, started_with: int | None) -> int:
@@ -208,7 +217,8 @@ def refuse_changes(args: TrainingArguments, run: PlannedRun, planned_samples: in
     refuse_first({
         f"This Trainer was planned to evaluate, since it had no train_dataset, with {plan.micro_batch_size} samples at"
         f" once, and the arguments train {asked}: make another Trainer with train_dataset to train.":
-            not run.trains and planned_arguments(args, run)["per_device_train_batch_size"] != asked,
+            not run.trains and planned_arguments(args, plan.micro_batch_size, 1)["per_device_train_batch_size"]
+            != asked,
         f"The Trainer's arguments now make {samples} samples per step, but the plan was made for {planned_samples};"
         " set batch sizes before it is made.": samples != planned_samples,
     })  # fmt: skip

@@ -5,10 +5,10 @@ decided by what it divides by.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +21,12 @@ from ..distributed.fsdp_internals import parameter_groups, stays_gathered
 from ..errors import InfeasibleError
 from ..modeling.batch import Inputs, training_batch, without_adapters
 from ..modeling.wrapping import has_running_statistics
-from ..planner.plan import Plan
 from ..preparation.config import OSDPConfig
 from ..sharding.replicas import is_under_plan
 from ..tracing.fake_model import rebound
 from ..tracing.loss_kind import LossKind, find_loss_kind
 from ..tracing.tensors import fake_like
+from .micro_batches import reason_against_cuts
 from .samples import Batches
 from .trainer_arguments import accelerator_config_of, samples_of_step, warn
 
@@ -54,18 +54,12 @@ class MicroBatchRule:
     """Samples of a micro-batch to plan for; None lets the planner choose."""
     kept: str | None = None
     """Why the micro-batch stays at the arguments' size, with the remedy; None if it need not stay."""
-    averages: bool = False
-    """Each micro-batch's loss counts with its share of the arguments' micro-batch, since the loss does not do so
-    itself.
+    cuts: bool = False
+    """The Trainer loads its stock batches, and each step is cut into the plan's micro-batches (`micro_batches.py`);
+    else it loads these.
     """
-
-    def factor(self, plan: Plan) -> float:
-        """Return the factor of each micro-batch's loss where the stock Trainer sums losses over micro-steps.
-
-        The stock Trainer adds a·b samples' means over micro-batches of b as Σ_a mean_b. With micro-batches of b′ the
-        sum has a·b/b′ terms, so each gets b′/b.
-        """
-        return plan.micro_batch_size / self.size if self.averages else 1.0
+    averages: bool = False
+    """Losses are means over the samples of a batch, so that each micro-batch's counts with its share of it."""
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -91,14 +85,16 @@ def micro_batch_rule(
     size: int = samples_of_step(args) // (args.gradient_accumulation_steps * args.world_size)
     if not trains:
         return MicroBatchRule(size=size, chosen=requested)
+    batch = inputs(2) if isinstance(inputs, Batches) else None
+    cuts = on_rank_zero(lambda: reason_against_cuts(batch, samples=2)) is None
     kind = on_rank_zero(lambda: _loss_kind(trainer, inputs, sequence_length))
-    problem = None if kind is LossKind.SHARE else _PROBLEMS[kind].format(_owner_of_loss(trainer))
-    may_change = kind in (LossKind.SHARE, LossKind.WHOLE)
-    coupling = problem or _own_step(trainer) or _coupling(trainer)
-    reason = coupling or _batch_count_dependence(trainer)
-    averages = kind is LossKind.WHOLE
-    if reason is None:
-        return MicroBatchRule(size=size, chosen=requested)
+    problem = None if kind in (LossKind.SHARE, LossKind.MEAN) else _PROBLEMS[kind].format(_owner_of_loss(trainer))
+    reason = problem or _own_step(trainer) or _coupling(trainer) or _batch_count_dependence(trainer, cuts=cuts)
+    may_change = kind is LossKind.SHARE or (kind in (LossKind.MEAN, LossKind.WHOLE) and cuts)
+    rule = partial(MicroBatchRule, size=size, cuts=cuts, averages=kind is not LossKind.SHARE)
+    if reason is None and may_change:
+        return rule(chosen=requested)
+    reason = reason or f"The loss of {_owner_of_loss(trainer)} is a mean over batches that cannot be cut"
     if requested is None and config.plan is not None and may_change:
         warn(
             args,
@@ -106,7 +102,7 @@ def micro_batch_rule(
             reason,
             size,
         )
-        return MicroBatchRule(size=size, chosen=None, averages=averages)
+        return rule(chosen=None)
     if requested in (None, size):
         remedy = (
             "OSDPConfig(micro_batch_size=...)"
@@ -116,7 +112,7 @@ def micro_batch_rule(
         kept = f"{reason}, so micro-batches stay at {size} samples; set {remedy} for another size."
         if requested is None:
             warn(args, kept)
-        return MicroBatchRule(size=size, chosen=size, kept=kept)
+        return rule(chosen=size, kept=kept)
     if not may_change:
         raise ValueError(
             f"{reason}, so micro_batch_size={requested} would train something else than the {size} samples of the"
@@ -130,34 +126,15 @@ def micro_batch_rule(
         requested,
         size,
     )
-    return MicroBatchRule(size=size, chosen=requested, averages=averages)
-
-
-def scale_loss(trainer: Trainer, factor: float) -> None:
-    """Multiply the losses of training wherever the stock Trainer adds them up over micro-steps, instead of
-    averaging them.
-    """
-    compute_loss = trainer.compute_loss
-
-    @functools.wraps(compute_loss)
-    def scaled(model: nn.Module, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:  # noqa: ANN401
-        result = compute_loss(model, inputs, *args, **{**kwargs, "num_items_in_batch": num_items_in_batch})
-        is_counted = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
-        sums = getattr(trainer, "loss_is_scaled_for_ga", None) is None and (
-            is_counted or trainer.compute_loss_func is not None
-        )
-        if not (model.training and sums):
-            return result
-        return (result[0] * factor, *result[1:]) if isinstance(result, tuple) else result * factor
-
-    trainer.compute_loss = scaled  # type: ignore[method-assign]
+    return rule(chosen=requested)
 
 
 def _loss_kind(trainer: Trainer, inputs: Inputs | None, sequence_length: int) -> LossKind:
     """Examine the trainer's loss on short rows, and on whole ones if nothing is found on these."""
     model = trainer.model
     assert isinstance(model, nn.Module)
-    if not _counts_items(trainer):
+    means = _owns_mean(trainer, model, inputs)
+    if not (_counts_items(trainer) or means):
         return LossKind.WHOLE
 
     short = min(_TOKENS, sequence_length)
@@ -167,9 +144,27 @@ def _loss_kind(trainer: Trainer, inputs: Inputs | None, sequence_length: int) ->
         tried = [inputs or (lambda samples: training_batch(model, short)(samples))]
     kinds = (find_loss_kind(model, batches, traced_loss(trainer)) for batches in tried)
     kind = next((kind for kind in kinds if kind is not LossKind.UNKNOWN), LossKind.UNKNOWN)
+    if kind is LossKind.MEAN and not means:
+        kind = LossKind.WHOLE
     if kind is LossKind.WHOLE and getattr(trainer, "loss_is_scaled_for_ga", None):
         return LossKind.UNKNOWN  # the trainer may divide by the number of micro-steps
     return kind
+
+
+def _owns_mean(trainer: Trainer, model: nn.Module, inputs: Inputs | None) -> bool:
+    """Return whether the loss is that of a model of transformers with one label for each sample, all of which weigh
+    the same.
+    """
+    labels = inputs(1).get("labels") if isinstance(inputs, Batches) and isinstance(inputs(1), Mapping) else None
+    is_own = type(trainer).compute_loss is Trainer.compute_loss and trainer.compute_loss_func is None
+    from_transformers = type(without_adapters(model)).__module__.startswith("transformers.")
+    return (
+        is_own
+        and trainer.label_smoother is None
+        and from_transformers
+        and isinstance(labels, torch.Tensor)
+        and (labels.dim() == 1 or labels.is_floating_point())
+    )
 
 
 def _owner_of_loss(trainer: Trainer) -> str:
@@ -205,19 +200,25 @@ def _coupling(trainer: Trainer) -> str | None:
     return None
 
 
-def _batch_count_dependence(trainer: Trainer) -> str | None:
-    """Return why a step may depend on the number of its micro-batches; None if only its samples matter."""
+def _batch_count_dependence(trainer: Trainer, *, cuts: bool) -> str | None:
+    """Return why a step may depend on the number of its micro-batches; None if only its samples matter.
+
+    If batches are loaded in the plan's sizes, and not cut, an epoch may end at another sample than the stock one.
+    """
     args, dataset = trainer.args, trainer.train_dataset
     for callback in trainer.callback_handler.callbacks:
         between = next(cls for cls in type(callback).__mro__ if "on_substep_end" in vars(cls))
         if (owner := _unproven(between)) is not None:
             return f"{owner}.on_substep_end runs for each micro-batch, in a way of its own"
-    if not args.average_tokens_across_devices:
+    steps = len(dataset) / samples_of_step(args) if isinstance(dataset, Sized) else 0.5
+    is_whole, even = steps.is_integer() or 0 < args.max_steps <= steps, accelerator_config_of(args).even_batches
+    several = args.world_size > 1
+    if not cuts and not args.average_tokens_across_devices:
         return "average_tokens_across_devices=False weights samples by the tokens on their process"
-    is_whole = isinstance(dataset, Sized) and len(dataset) % samples_of_step(args) == 0
     for name, ends in (
-        ("dataloader_drop_last=True", args.dataloader_drop_last),
-        ("even_batches=False", not accelerator_config_of(args).even_batches),
+        ("dataloader_drop_last=True", args.dataloader_drop_last and not cuts),
+        ("even_batches=False", not even and (several or not cuts)),
+        ("even_batches=True fills up the last batches of an epoch, and", even and several and not cuts),
     ):
         if ends and not is_whole:
             return f"{name} ends each epoch at a whole micro-batch"

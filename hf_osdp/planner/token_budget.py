@@ -3,7 +3,7 @@
 A step's samples, and so its gradient, stay the same; only which of them run together changes. With rows of `l` tokens
 a micro-batch holds as many samples `n` as the budget B allows, n ≤ B / l. Each term of its memory is a constant, or
 grows with n, n·l or n·l² (attention); along n = B / l all of these are convex in l, and so is their highest sum. So
-the highest peak of all micro-batches is that of the longest or of the shortest rows, and two estimates prove the limit.
+the highest peak of all is that of the longest or of the shortest rows, and two estimates prove the limit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class TokenBudget:
     overhead: int
     """Tokens that take as long as what each micro-batch costs beside them: gathers, launches, a loop's own work."""
 
-    def width(self, tokens: int) -> int:
+    @staticmethod
+    def width(tokens: int) -> int:
         """Return the tokens to which a row is padded."""
         return -(-tokens // _ROUND) * _ROUND
 

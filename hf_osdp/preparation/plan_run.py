@@ -62,12 +62,6 @@ class PlannedRun:
         return self.inputs.hardware
 
     @property
-    def batches(self) -> tuple[int, int]:
-        """Samples that a rank's loader gives at once, and how often it does so in a step."""
-        size, count = self.plan.micro_batch_size, self.plan.accumulation_steps
-        return (size, count) if self.budget is None else (size * count, 1)
-
-    @property
     def estimate(self) -> PlanEstimate | None:
         """The plan's estimated memory and time; None for a given plan."""
         return None if self.hardware is None else self.inputs.estimate(self.plan)

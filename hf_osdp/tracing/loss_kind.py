@@ -52,8 +52,10 @@ class LossKind(Enum):
 
     SHARE = "share"
     """A sum over samples divided by the number: losses of micro-batches add up to the step's, whatever their sizes."""
+    MEAN = "mean"
+    """It does not depend on the number, and is the mean of the losses of each half of a batch."""
     WHOLE = "whole"
-    """It does not depend on the number, as the mean over the micro-batch's own items."""
+    """It does not depend on the number in another way, as the mean over a micro-batch's own items."""
     MIXED = "mixed"
     """A part depends on the number, a part does not, or on the other samples of the micro-batch."""
     UNKNOWN = "unknown"
@@ -103,15 +105,17 @@ class _Examination:
     def kind(self) -> LossKind:
         """Return the kind."""
         together, depends = self._value(None, _COUNT)
-        if not depends:
-            return LossKind.WHOLE
+        other = LossKind.UNKNOWN if depends else LossKind.WHOLE
         if together is None:
-            return LossKind.UNKNOWN
+            return other
         first, second = (self._value(part, count)[0] for part, count in ((0, _COUNT), (1, _COUNT * _RATIO)))
         if first is None or second is None or together == 0:
-            return LossKind.UNKNOWN
-        added_up = first + second * _RATIO
-        return LossKind.SHARE if abs(together - added_up) <= _TOLERANCE * abs(together) else LossKind.MIXED
+            return other
+        added_up = first + second * _RATIO if depends else (first + second) / 2
+        fits = abs(together - added_up) <= _TOLERANCE * abs(together)
+        if depends:
+            return LossKind.SHARE if fits else LossKind.MIXED
+        return LossKind.MEAN if fits else LossKind.WHOLE
 
     def _value(self, part: int | None, count: int) -> tuple[float | None, bool]:
         """Return the loss of one half or (None) of all samples, None if it is not known, and whether it depends on

@@ -28,9 +28,9 @@ def its_own(model, batch, items):
     ("GPT2LMHeadModel", TINY["GPT2LMHeadModel"], LossKind.SHARE),
     ("MixtralForCausalLM", MOE, LossKind.SHARE),
     ("MixtralForCausalLM", {**MOE, "output_router_logits": True}, LossKind.MIXED),
-    ("LlamaForSequenceClassification", {**MOE, "pad_token_id": 0, "num_labels": 1}, LossKind.WHOLE),
-    ("BertForMaskedLM", TEXT, LossKind.WHOLE),
-    ("T5ForConditionalGeneration", TINY["T5ForConditionalGeneration"], LossKind.WHOLE),
+    ("LlamaForSequenceClassification", {**MOE, "pad_token_id": 0, "num_labels": 1}, LossKind.MEAN),
+    ("BertForMaskedLM", TEXT, LossKind.MEAN),
+    ("T5ForConditionalGeneration", TINY["T5ForConditionalGeneration"], LossKind.MEAN),
     ("Wav2Vec2ForCTC", SPEECH, LossKind.WHOLE),
 ])  # fmt: skip
 def test_find_loss_kind_of_models_of_transformers(name, sizes, kind):
@@ -85,7 +85,8 @@ LOSSES = {
     "divided before the sum": (lambda model, batch, items: (model(batch["input_ids"]).pow(2) / items).sum(),
         LossKind.SHARE),
     "masked by a vmap": (lambda model, batch, items: masked(model, batch) / items, LossKind.SHARE),
-    "a mean": (lambda model, batch, items: summed(model, batch) / batch["labels"].ne(-100).sum(), LossKind.WHOLE),
+    "a mean": (lambda model, batch, items: summed(model, batch) / batch["labels"].ne(-100).sum(), LossKind.MEAN),
+    "the largest": (lambda model, batch, items: model(batch["input_ids"]).pow(2).sum((1, 2)).max(), LossKind.WHOLE),
     "a mean divided": (lambda model, batch, items: summed(model, batch) / batch["labels"].numel() / items,
         LossKind.MIXED),
     "divided, and a small mean": (lambda model, batch,
