@@ -38,16 +38,16 @@ class TokenBudget:
             lengths: tokens of the samples, from long to short. The longest runs alone if it exceeds the budget.
             parts: least number of micro-batches, at most as many as there are samples.
         """
-        widths = [max(self.width(length), self.shortest) for length in lengths]
+        widths = list(map(self.width, lengths))
         best: list[tuple[int, int]] = [(0, 0)]
         """For the first samples: their cost in tokens, and the size of the last micro-batch."""
         for end in range(1, len(widths) + 1):
             options = list[tuple[int, int]]()
             for start in range(end - 1, -1, -1):
-                padded = (end - start) * widths[start]
-                if padded > self.tokens and options:
+                size = end - start
+                if size * max(widths[start], self.shortest) > self.tokens and options:
                     break
-                options.append((best[start][0] + padded + self.overhead, end - start))
+                options.append((best[start][0] + size * widths[start] + self.overhead, size))
             best.append(min(options))
         sizes, end = list[int](), len(widths)
         while end:

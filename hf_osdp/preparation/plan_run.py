@@ -129,10 +129,13 @@ def _token_budget(run: PlannedRun, job: Job, model: nn.Module) -> TokenBudget | 
     while not fits(shortest):
         shortest = min(longest, 2 * shortest)
     overhead = tokens // 8
-    if run.estimate is not None and run.estimate.time is not None:
-        time = run.estimate.time
-        beside_s = time.total("exposed_s") + time.total("copy_s")
-        overhead = int(tokens * beside_s / time.total("compute_s"))
+    once, twice = (
+        run.inputs.estimate(replace(plan, micro_batch_size=times * plan.micro_batch_size)).time for times in (1, 2)
+    )
+    if once is not None and twice is not None:
+        of_tokens_s = twice.total("compute_s") - once.total("compute_s")
+        beside_s = once.total("compute_s") + once.total("exposed_s") + once.total("copy_s") - of_tokens_s
+        overhead = max(tokens // 32, int(tokens * beside_s / of_tokens_s))
     return TokenBudget(tokens=tokens, shortest=shortest, overhead=overhead)
 
 

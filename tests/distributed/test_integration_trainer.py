@@ -419,7 +419,7 @@ def test_sharded_model_saves_and_generates_on_all_ranks_only(tmp_path):
     )
 
     for saved in (model, {"model": model.state_dict()}):
-        with pytest.raises(OSDPError, match=r"one rank's shards.*save_pretrained\(folder\) on every rank"):
+        with pytest.raises(OSDPError, match=r"one rank's shards?.*save_pretrained\(folder\) on every rank"):
             torch.save(saved, tmp_path / f"saved{rank}.pt")
     copied = copy.deepcopy(model.state_dict())
     assert all(torch.equal(local(copied[name]), local(value)) for name, value in model.state_dict().items())
@@ -514,7 +514,7 @@ def test_later_changes_of_arguments_count_or_are_refused(tmp_path):
     changed.train()
     assert changed.state.log_history[0]["learning_rate"] == 0.25
     assert (changed.plan.global_batch_size, changed.plan.accumulation_steps) == (8, 4)
-    assert seen.batches == [(1, 4)] * 2
+    assert seen.batches == [(2, 2)] * 2
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (2, 2)
     args.per_device_train_batch_size = 4
     with pytest.raises(

@@ -19,10 +19,10 @@ def cost(budget: TokenBudget, lengths: list[int], sizes: list[int]) -> int | Non
     """Return the tokens that a cut costs; None if a micro-batch of several samples exceeds the budget."""
     total = start = 0
     for size in sizes:
-        padded = size * max(budget.width(lengths[start]), budget.shortest)
-        if size > 1 and padded > budget.tokens:
+        width = budget.width(lengths[start])
+        if size > 1 and size * max(width, budget.shortest) > budget.tokens:
             return None
-        total, start = total + padded + budget.overhead, start + size
+        total, start = total + size * width + budget.overhead, start + size
     return total
 
 

@@ -1,0 +1,146 @@
+"""A plan's micro-batches train on the samples of the stock Trainer's steps, also by length and at an epoch's end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import TrainingArguments
+
+from hf_osdp.integrations.trainer import Trainer
+from tests.helpers.distributed import run_ranks
+from tests.helpers.sampling import slow_but
+
+LONGEST = 40
+
+
+def samples(count: int, *, classes: int = 0) -> list[dict[str, Any]]:
+    dice = torch.Generator().manual_seed(1)
+    lengths = torch.randint(3, LONGEST + 1, (count,), generator=dice).tolist()
+    rows = [torch.randint(3, 61, (length,), generator=dice).tolist() for length in lengths]
+    return [{"input_ids": row, "labels": len(row) % classes if classes else row} for row in rows]
+
+
+def collate(left: bool, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    longest = max(len(row["input_ids"]) for row in rows)
+
+    def padded(values: list[int], filler: int) -> list[int]:
+        more = [filler] * (longest - len(values))
+        return more + values if left else values + more
+
+    batch = {"input_ids": [padded(row["input_ids"], 0) for row in rows]}
+    batch["attention_mask"] = [padded([1] * len(row["input_ids"]), 0) for row in rows]
+    batch["labels"] = [
+        padded(row["labels"], -100) if isinstance(row["labels"], list) else row["labels"] for row in rows
+    ]
+    return {name: torch.tensor(values) for name, values in batch.items()}
+
+
+def exact_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """Next-token loss in the logits' own dtype: the models' own is taken in float32."""
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    return loss / (labels.ne(-100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+def next_token() -> dict[str, Any]:
+    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=20, n_head=4, vocab_size=61, n_positions=LONGEST, initializer_range=0.2, **none
+    )
+    model = transformers.GPT2LMHeadModel(config).double()
+    return {"model": model, "train_dataset": samples(37), "compute_loss_func": exact_loss}
+
+
+def classes() -> dict[str, Any]:
+    """The loss of transformers' classifiers is a mean over samples, which the stock Trainer adds up."""
+    sizes = {"hidden_size": 20, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
+    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "initializer_range": 0.2}
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**sizes, **none, vocab_size=61, num_labels=3, max_position_embeddings=LONGEST)
+    model = transformers.BertForSequenceClassification(config).double()
+    return {"model": model, "train_dataset": samples(37, classes=3)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    build: Any = next_token
+    osdp: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 2
+    left: bool = False
+    """Whether padding is on the left."""
+    sizes: tuple[int, ...] = ()
+    """Samples of a rank's micro-batches in the first step; empty if lengths decide."""
+
+
+BY_TOKENS = {"batch_by_tokens": True}
+CASES = {
+    "smaller": Case(osdp={"micro_batch_size": 1}, sizes=(1,) * 8),
+    "joined": Case(osdp={"micro_batch_size": 8}, sizes=(8,)),
+    "across batches": Case(
+        osdp={"micro_batch_size": 4}, arguments={"per_device_train_batch_size": 6}, sizes=(4, 4, 4)
+    ),
+    "means": Case(build=classes, osdp={"micro_batch_size": 8}, sizes=(8,)),
+    "by tokens": Case(osdp={**BY_TOKENS, "micro_batch_size": 2}),
+    "means by tokens": Case(build=classes, osdp={**BY_TOKENS, "micro_batch_size": 2}),
+    "by tokens, three ranks": Case(osdp={**BY_TOKENS, "micro_batch_size": 4}, ranks=3),
+    "by tokens, one process": Case(osdp={**BY_TOKENS, "micro_batch_size": 2}, ranks=1),
+    "means, one process": Case(build=classes, osdp={"micro_batch_size": 2}, ranks=1, sizes=(2,) * 4),
+    "padding on the left": Case(osdp={"micro_batch_size": 2}, left=True, sizes=(2,) * 4),
+    "evaluates, drops the last batch": Case(
+        osdp={**BY_TOKENS, "micro_batch_size": 2},
+        arguments={"dataloader_drop_last": True, "eval_strategy": "steps", "eval_steps": 2},
+    ),
+    "tokens of each process": Case(
+        osdp={"micro_batch_size": 2}, arguments={"average_tokens_across_devices": False}, sizes=(2,) * 4
+    ),
+}  # fmt: skip
+
+
+def trained(name: str, folder: str, osdp: Any) -> tuple[list[dict[str, float]], list[int]]:
+    """Return what this rank logs, and the samples of each call of the model in the first step."""
+    case, sizes = CASES[name], list[int]()
+    given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, **case.arguments}
+    args = TrainingArguments(
+        output_dir=folder, max_steps=7, logging_steps=1, learning_rate=1e-2, use_cpu=True, report_to="none",
+        disable_tqdm=True, save_strategy="steps", save_steps=4, seed=5, optim="adamw_torch", adam_epsilon=1e-5,
+        logging_nan_inf_filter=False, **given,
+    )  # fmt: skip
+    kind = transformers.Trainer if osdp is None else partial(Trainer, osdp=osdp)
+    logs = []
+    for resumed in (None, f"{folder}/checkpoint-4"):  # in the midst of an epoch
+        built = {**case.build(), "data_collator": partial(collate, case.left)}
+        trainer = kind(args=args, eval_dataset=built["train_dataset"][:9], **built)
+
+        def called(module: Any, positional: Any, keywords: Any, trainer: Any = trainer) -> None:
+            if module.training and not trainer.state.global_step:
+                sizes.append(len(keywords["input_ids"]))
+
+        trainer.model.register_forward_pre_hook(called, with_kwargs=True)
+        trainer.train(resume_from_checkpoint=resumed)
+        logs += [
+            {name: float(entry[name]) for name in ("loss", "grad_norm", "eval_loss") if name in entry}
+            for entry in trainer.state.log_history
+        ]
+    return logs, sizes
+
+
+@pytest.mark.parametrize("name", slow_but(CASES, daily=("joined", "means by tokens", "means, one process")))
+def test_trainer_logs_what_the_stock_one_does(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    osdp = {"strategy": "fsdp" if case.ranks > 1 else "osdp", "hardware": "cpu", **case.osdp}
+    want, _ = run_ranks(trained, case.ranks, name, str(tmp_path / "stock"), None, timeout_s=200)[0]
+    got, sizes = run_ranks(trained, case.ranks, name, str(tmp_path / "planned"), osdp, timeout_s=200)[0]
+    assert len(got) == len(want) > 10
+    for ours, stock in zip(got, want, strict=True):
+        assert ours == pytest.approx(stock, rel=1e-6)  # losses are added up in float32
+        assert ours.get("grad_norm", 0.0) == pytest.approx(stock.get("grad_norm", 0.0), rel=1e-11)
+    assert not case.sizes or tuple(sizes) == case.sizes
+    assert case.sizes or len(set(sizes)) > 1 or case.ranks == 3
