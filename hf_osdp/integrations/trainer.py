@@ -51,8 +51,7 @@ class Trainer(TrainerCheckpoints):
 
     The first call of `train`, `evaluate` or `predict` makes the plan, or `plan` before that. The samples of one
     optimizer step stay as the arguments set them (`per_device_train_batch_size` × `gradient_accumulation_steps` ×
-    processes); the planner chooses how many run at once. Only while the Trainer trains or evaluates do the arguments
-    show its choice.
+    processes), and so do the batches that are loaded; the planner chooses how many samples run at once.
 
     Args:
         *args: as for `transformers.Trainer`.
