@@ -86,8 +86,8 @@ class Manifest:
     training: str | None = None
     """Id of the training that wrote the checkpoint, see `resume.py`."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Settings that must not change for the same training to continue: the model's configuration, seed, dataset,
-    precision, optimizer, schedule, communication.
+    """Settings that must not change for the same training to continue: the model's configuration, dtypes and
+    adapters, seed, dataset, precision, optimizer, schedule, communication.
     """
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ from ..distributed.launcher import launches
 from ..distributed.mesh import rank, world_size
 from ..distributed.process_group import all_gather_objects
 from ..errors import CheckpointError
+from ..modeling.identity import is_of_weights
 from ..planner.files import validated, write_whole
 from ..planner.plan import Plan
 from ..planner.training_job import EXACT
@@ -134,8 +135,10 @@ def check_checkpoint(folder: str | Path) -> None:
 
 
 def warn_of_changes(folder: Path, settings: Mapping[str, str], plan: Plan | None) -> None:
-    """Log on rank 0, in one line, the settings that differ from those of a checkpoint."""
-    if rank() or (manifest := Manifest.load(folder)) is None:
+    """Log on rank 0, in one line, the settings that differ from those of a checkpoint; refuse other dtypes, and
+    adapters with other settings. Collective.
+    """
+    if (manifest := on_rank_zero(lambda: Manifest.load(folder))) is None:
         return
     saved = {"global batch": manifest.global_batch_size, "communication": EXACT, **manifest.settings}
     own = {"global batch": plan.global_batch_size, "communication": plan.communication} if plan else {}
@@ -145,7 +148,12 @@ def warn_of_changes(folder: Path, settings: Mapping[str, str], plan: Plan | None
     changed = [
         name for name in now if name in saved and None not in (saved[name], now[name]) and saved[name] != now[name]
     ]
-    if changed:
+    if refused := next(filter(is_of_weights, changed), None):
+        raise CheckpointError(
+            f"{folder} was saved with {refused} {saved[refused]}, and this run has {now[refused]}; make the model that"
+            " was saved, or begin a new training."
+        )
+    if changed and rank() == 0:
         texts = [", ".join(f"{name} {values[name]}" for name in changed) for values in (saved, now)]
         _log.warning(
             (

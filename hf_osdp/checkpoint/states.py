@@ -174,8 +174,10 @@ def load_model(folder: Path, model: nn.Module, *, index: int = 0, trainable_only
     path = on_rank_zero(lambda: layouts.find_model(folder, index))
     targets = named_weights(model)
     if layouts.is_sharded(path):
-        keys = _index_of(path).planner_data.values()
-        saved = {str(key[1]) for key in keys if key[0] == _MODEL and len(key) > 1}
+        content = _index_of(path)
+        keys = {flat: key for flat, key in content.planner_data.items() if key[0] == _MODEL and len(key) > 1}
+        kinds = content.state_dict_metadata
+        saved = {str(key[1]): getattr(kinds[flat], "properties", None) for flat, key in keys.items()}
         names = _saved_names(saved, targets, path, strict=not trainable_only)
         found = {
             names[name]: value.detach() if torch.is_tensor(value) else value
@@ -268,10 +270,10 @@ def _read_on_rank_zero(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _saved_names(
-    saved: Iterable[str], targets: Mapping[str, torch.Tensor], path: Path, *, strict: bool
+    saved: Mapping[str, Any], targets: Mapping[str, torch.Tensor], path: Path, *, strict: bool
 ) -> dict[str, str]:
     """Map the model's names to those in the file, which may hold only one of several tied names; refuse names that
-    do not fit.
+    do not fit, and dtypes that loading would round.
     """
     own = {_adapter_name(name, targets): name for name in saved}
     by_tensor = {id(target): own[name] for name, target in targets.items() if name in own}
@@ -285,6 +287,13 @@ def _saved_names(
             " are not known"
             f" {unexpected[:2]}; make the model that was saved."
         )
+    for name, stored in found.items():
+        was, now = (getattr(one, "dtype", torch.int) for one in (saved[stored], targets[name]))
+        floats = was != now and was.is_floating_point and now.is_floating_point
+        if floats and torch.finfo(now).bits <= torch.finfo(was).bits:
+            raise CheckpointError(
+                f"{path} has {name} in {was}, which this model would round to {now}; load the model in {was}."
+            )
     return found
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import OSDPError, PlanMismatchError, one_line
-from ..modeling.identity import configuration_texts, text_of
+from ..modeling.identity import model_texts, text_of
 from ..planner.plan import Plan
 from ..planner.training_job import OptimizerSpec, Precision
 from ..versions import package_versions
@@ -98,7 +98,7 @@ def require_same_run(model: nn.Module, *asked: object, **more: object) -> None:
         field.name: getattr(one, field.name) for one in asked if is_dataclass(one) for field in fields(one)
     } | more
     texts = {name: _option_text(name, value) for name, value in options.items() if name != "sequence_length"}
-    require_same({**package_versions(), "the model": _model_text(model), **configuration_texts(model), **texts})
+    require_same({**package_versions(), "the model": _model_text(model), **model_texts(model), **texts})
     if options.get("device_type") == "cuda":  # CPUs and their memory may differ
         found = torch.cuda.get_device_properties(own_gpu()) if torch.cuda.is_available() else None
         memories = [nbytes for nbytes in all_gather_objects(found.total_memory if found else 0) if nbytes] or [0]

@@ -46,11 +46,12 @@ from ..checkpoint.states import (
 from ..checkpoint.writer import CheckpointWriter, Staging, on_first_rank
 from ..distributed.consensus import on_rank_zero, require_same
 from ..errors import CheckpointError
-from ..modeling.identity import configuration_texts, dataset_text, optimizer_texts, schedule_text
+from ..modeling.identity import dataset_text, model_texts, optimizer_texts, schedule_text
 from ..modeling.replaced import replaced
 from ..modeling.split.names import is_split, keep_positions
 from ..preparation.plan_run import PlannedRun
 from ..sharding.optimizers import kind_of
+from ..sharding.state import free_gathered
 from .plugin import writes_shards
 
 _log = logging.getLogger(__name__)
@@ -191,7 +192,8 @@ class AcceleratorCheckpoints(Accelerator):
         loaders = (one for one in given if isinstance(one, DataLoader))
         data = next((self.data_of_all_ranks(loader.dataset) for loader in loaders), "")  # the first is for training
         require_same({**texts, "dataset": data})
-        self._writer.settings |= {**configuration_texts(self._models[-1]), **texts}
+        free_gathered(self._models[-1])  # so that parameters have their own dtypes
+        self._writer.settings |= {**model_texts(self._models[-1]), **texts}
 
     def data_of_all_ranks(self, dataset: object) -> str:
         """Return a text that identifies a dataset; empty if ranks may have different ones: streams, or rank 0 alone

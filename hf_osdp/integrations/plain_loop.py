@@ -19,7 +19,7 @@ from ..distributed.process_group import require_all
 from ..distributed.said_once import say_uncaught_once
 from ..errors import refuse_first
 from ..measurement.step_meter import Observation, StepMeter
-from ..modeling.identity import configuration_texts, optimizer_texts
+from ..modeling.identity import model_texts, optimizer_texts
 from ..modeling.wrapping import under_autocast
 from ..planner.cost.evaluate import PlanEstimate
 from ..planner.description import DType
@@ -123,7 +123,7 @@ class OptimalShardedDataParallel(nn.Module):
         self.plan: Plan = run.plan
         self.report: PlanEstimate | None = run.estimate
         self.measured: Observation | None = None
-        settings = {**configuration_texts(model), "precision": mixed_precision}
+        settings = {**model_texts(model), "precision": mixed_precision}
         writer = self._writer = CheckpointWriter(plan=run.plan, settings=settings)
         precision = run.inputs.job.precision  # without autocast if units are on the host
         apply_plan(model, run.plan, run.units, mp_policy=mp_policy(precision))

@@ -25,12 +25,13 @@ from ..checkpoint.states import load_model, load_optimizer, load_random_states, 
 from ..distributed.consensus import on_rank_zero, require_same
 from ..distributed.stop import StopSignal
 from ..errors import CheckpointError
-from ..modeling.identity import configuration_texts, dataset_text, optimizer_texts, schedule_text
+from ..modeling.identity import dataset_text, model_texts, optimizer_texts, schedule_text
 from ..modeling.replaced import replaced
 from ..preparation.config import OSDPConfig
 from ..preparation.plan_run import PlannedRun
 from ..sharding.between_steps import AcrossLayouts, mixing_explained
 from ..sharding.optimizers import kind_of
+from ..sharding.state import free_gathered
 from .checkpoints import is_adapted, keep_whole_positions
 from .plugin import writes_shards
 
@@ -231,9 +232,10 @@ class TrainerCheckpoints(transformers.Trainer):
 
     def _compare_ranks(self) -> dict[str, str]:
         """Refuse ranks that are about to train differently; return the run's settings. Collective."""
+        free_gathered(self.model)  # so that parameters have their own dtypes
         kept = self.accelerator._writer.settings = {
             **self.accelerator._writer.settings,
-            **configuration_texts(self.model),  # before training changes it, as by tokens to pad with
+            **model_texts(self.model),  # before training changes it, as by tokens to pad with
             **({} if self.optimizer is None else optimizer_texts(self.optimizer)),  # given by the user
         }
         if self.lr_scheduler is not None:

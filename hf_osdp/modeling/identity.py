@@ -18,6 +18,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
+from .quantized import layers_in_4_bits
+
 _SHOWN = 120
 """Longer texts are shown by their beginning and a checksum."""
 _ROWS = 64
@@ -25,12 +27,40 @@ _SAYS_NOTHING = ("architectures", "dtype", "transformers_version", "use_cache")
 """Entries of configurations that saving writes or that do not change training, as those that begin with `_`."""
 _NOT_COMPARED = ("params", "initial_lr", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
 """Entries of an optimizer's groups that are no arguments of its update."""
+DTYPES, _ADAPTER = "dtypes of parameters", "adapter "
+_ADAPTERS_SAY_NOTHING = (
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "init_lora_weights", "init_weights", "peft_version",
+    "rank_pattern", "revision", "runtime_config", "task_type",
+)  # fmt: skip
+"""Entries of adapters' configurations that do not change what equal weights compute; AdaLora changes its ranks."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PLAIN = (bool, int, float, str, tuple, list, type(None))
 
 
-def configuration_texts(model: nn.Module) -> dict[str, str]:
-    """Return the entries of a model's configuration, such as `n_head`: they may change what equal weights compute."""
+def model_texts(model: nn.Module) -> dict[str, str]:
+    """Return what may change what equal weights compute: the entries of a model's configuration, such as `n_head`, and
+    of its adapters', and the dtypes of its parameters.
+    """
+    packed = {id(layer.weight) for layer in layers_in_4_bits(model)}
+    dtypes = {str(p.dtype) for p in model.parameters() if p.is_floating_point() and id(p) not in packed}
+    texts = {**_configuration_texts(model), DTYPES: " and ".join(sorted(dtypes))}
+    for adapter, config in getattr(model, "peft_config", {}).items():
+        for name, value in config.to_dict().items():
+            if name not in _ADAPTERS_SAY_NOTHING:
+                plain = sorted({str(one) for one in value}) if isinstance(value, (list, set, tuple)) else value
+                texts[f"{_ADAPTER}{adapter}'s {name}"] = _short(plain)
+    return texts
+
+
+def is_of_weights(name: str) -> bool:
+    """Return whether a difference in one of `model_texts` is refused: weights would be rounded, or adapters would
+    compute something else.
+    """
+    return name == DTYPES or name.startswith(_ADAPTER)
+
+
+def _configuration_texts(model: nn.Module) -> dict[str, str]:
+    """Return the entries of a model's configuration."""
     config: Any = getattr(model, "config", None)
     entries = config.to_dict() if hasattr(config, "to_dict") else config
     if is_dataclass(config) and not isinstance(config, type):

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from hf_osdp.checkpoint.folders import MANIFEST_NAME, FileRecord, Manifest
 from hf_osdp.checkpoint.layouts import find_model, find_optimizer, read_weights
-from hf_osdp.checkpoint.resume import check_checkpoint
+from hf_osdp.checkpoint.resume import check_checkpoint, warn_of_changes
 from hf_osdp.checkpoint.safe import load_file
 from hf_osdp.cli.app import app
 from hf_osdp.distributed.process_group import prepare_group
@@ -283,6 +283,7 @@ class Opens:
 
 
 OUTSIDE = {"../../secret": {"size": 1, "crc32": 1}}
+ALPHA = "adapter default's lora_alpha"
 FILES_OF_CHECKPOINTS: dict[str, tuple[str, Change]] = {
     "a file that was cut short": ("model.bin", b"wei"),
     "a file with a changed byte": ("model.bin", b"Weights"),
@@ -290,9 +291,11 @@ FILES_OF_CHECKPOINTS: dict[str, tuple[str, Change]] = {
     "a manifest of a later version": (MANIFEST_NAME, set_to("format", 99)),
     "a manifest that names a file outside": (MANIFEST_NAME, lambda manifest: manifest["files"].update(OUTSIDE)),
     "model.safetensors of other content": ("model.safetensors", b"no tensors"),
+    "adapters with another lora_alpha": (MANIFEST_NAME, set_to("settings", {ALPHA: "8"})),
 }
 READERS: dict[str, Callable[[Path], object]] = {
     "resume_from_checkpoint, which is not there": lambda inside: check_checkpoint(inside / "no"),
+    "adapters with another lora_alpha": lambda inside: warn_of_changes(inside, {ALPHA: "16"}, None),
     "a folder without weights": find_model,
     "a folder without optimizer states": find_optimizer,
     "a pickle that would run something": lambda inside: load_file(inside / "optimizer.bin"),

@@ -8,6 +8,7 @@ import resource
 import time
 from contextlib import contextmanager
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from tests.helpers.distributed import run_ranks
 LENGTH, ROWS = 8, 16
 OF_ARGUMENTS = {"learning_rate": 2e-2, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "adam_beta2": 0.9}
 OF_MODELS = {"n_head": 4, "activation_function": "relu", "attn_pdrop": 0.2}
+OF_ADAPTERS = {"lora_alpha": 16, "lora_dropout": 0.1, "use_dora": True}
 OF_TRAINERS = {
     "model.safetensors": 0, "pytorch_model_fsdp.bin": 0, "optimizer.bin": 0, "scheduler.pt": 0, "rng_state_1.pth": 1,
     "trainer_state.json": 0,
@@ -98,6 +100,12 @@ def of_trainers(folder: str) -> dict[str, str]:
     one.train_dataset = data
     for name, value in OF_MODELS.items():
         other = model(**({name: value} if odd else {}))
+        lines[name] = said_by(lambda other=other: require_same_run(other))
+    for name, value in OF_ADAPTERS.items():
+        given = peft.LoraConfig(
+            **{"target_modules": ["c_attn"], "fan_in_fan_out": True, **({name: value} if odd else {})}
+        )
+        other = peft.get_peft_model(model(), given)
         lines[name] = said_by(lambda other=other: require_same_run(other))
     return {**lines, "alike": said_by(one.train)}
 
@@ -237,7 +245,10 @@ def ran(tmp_path_factory):
 @pytest.mark.slow
 def test_trainers_that_differ_on_one_rank_stop_before_training(ran):
     lines = ran[1]["of_trainers"]
-    assert lines.keys() == {*OF_ARGUMENTS, "dataset", *OF_MODELS, "alike"} and lines.pop("alike") == "trained"
+    assert (
+        lines.keys() == {*OF_ARGUMENTS, "dataset", *OF_MODELS, *OF_ADAPTERS, "alike"}
+        and lines.pop("alike") == "trained"
+    )
     for name, line in lines.items():
         assert line.startswith("Ranks are about to run different things: ") and f"{name} is " in line, line
         assert " on rank 0, " in line and "Run the same program with the same arguments on every rank." in line
