@@ -19,6 +19,7 @@ from ..measurement.step_meter import Observation, StepMeter
 from ..modeling.batch import Inputs
 from ..modeling.build import checkpoint_blocks
 from ..modeling.replaced import replaced
+from ..modeling.units import refuse_changed
 from ..planner.optimizers import upper_bound
 from ..planner.plan import Plan
 from ..planner.training_job import OptimizerSpec, Precision
@@ -204,10 +205,12 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
 
     def _apply_plan(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Apply the plan to the model and give its optimizers the new parameters; if it is applied already, prepare
-        the optimizers only.
+        the optimizers only. Refuse a model that has changed since it was planned.
         """
         if is_under_plan(model) or any(known is model for known in self._models):
             prepare_late_optimizers(optimizers, model)
+            if self.planned_run is not None:  # else another accelerator's
+                refuse_changed(model, self.planned_run.units)
             return
         run = self._planned
         if self.plugin.activation_checkpointing:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..errors import DescriptionError
+from ..errors import DescriptionError, PlanError
 from ..planner.description import DType, GatherSpan, ParameterSpec, UnitDescription
 from .parts import CHECKPOINT_WRAPPER, LinearSlice
 from .parts import canonical_name as canonical_name
@@ -52,6 +52,29 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return every parameter under each of its canonical names."""
     return {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def refuse_changed(model: nn.Module, units: Iterable[UnitDescription]) -> None:
+    """Raise PlanError if a model's parameters are not those of the units that were found in it; 4-bit weights, which
+    have another view under a plan, may differ.
+    """
+    specs = [spec for unit in units for spec in unit.parameters]
+    planned = {spec.name: _shown(spec.shape, spec.dtype.value, spec.requires_grad) for spec in specs}
+    now = {
+        names[0]: _shown(parameter.shape, str(parameter.dtype).removeprefix("torch."), parameter.requires_grad)
+        for parameter, names in _names_of_parameters(model).items()
+    } | {spec.name: planned[spec.name] for spec in specs if spec.packs}
+    for name in planned | now:
+        was, own = (of.get(name, "absent") for of in (planned, now))
+        if was != own:
+            raise PlanError(
+                f"The model has changed since it was planned: {name} is {own}, but was {was}; change a model before"
+                " plan, train, evaluate or prepare plans for it."
+            )
+
+
+def _shown(shape: Sequence[int], dtype: str, trained: bool) -> str:
+    return f"{dtype} {list(shape)}{'' if trained else ', frozen'}"
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:

@@ -24,7 +24,7 @@ from ..modeling.activations import change_forward
 from ..modeling.compiled import compile_blocks
 from ..modeling.quantized import pack, view_in
 from ..modeling.split.apply import apply_split
-from ..modeling.units import modules_by_name, named_parameters
+from ..modeling.units import modules_by_name, named_parameters, refuse_changed
 from ..modeling.wrapping import frozen_norms_keep_dtype, has_running_statistics
 from ..planner.decision import UnitDecision
 from ..planner.description import DType, GatherSpan, ModelDescription, UnitDescription, shard_dim
@@ -72,7 +72,7 @@ def apply_plan(
             if all of them are known to be equal.
 
     Raises:
-        PlanError: the plan is for another model or world size.
+        PlanError: the plan is for another model or world size, or the model does not have these units.
         PlanMismatchError: ranks have different plans, models or devices; raised on every rank, before the model
             changes.
         OSDPError: the model is sharded already.
@@ -86,6 +86,7 @@ def apply_plan(
     pack(model)
     apply_split(model, plan.split)
     plan.check(_as_description(model, units), world_size())
+    refuse_changed(model, units)
     found = _find_units(model, plan, units)
     compile_blocks(model, plan, [unit.description for unit in found])
     for module, decision in ((module, unit.decision) for unit in found for module in unit.modules):

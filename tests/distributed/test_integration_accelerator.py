@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import GPT2LMHeadModel
 
 from hf_osdp.distributed.launcher import launched_rank, launched_world_size
-from hf_osdp.errors import OSDPError
+from hf_osdp.errors import OSDPError, PlanError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.plugin import OSDPPlugin
 from hf_osdp.planner.presets import preset
@@ -205,6 +205,11 @@ def test_evaluation_needs_no_optimizer():
     with pytest.raises(ValueError, match="not the sharded model's"):
         accelerator.prepare(model, torch.optim.AdamW([whole]))
     assert all(hasattr(parameter, "_local_tensor") for parameter in model.parameters())
+    model.transformer.h.requires_grad_(False)
+    with pytest.raises(
+        PlanError, match=r"^The model has changed since it was planned: transformer.h.0.*, frozen, but was"
+    ):
+        accelerator.prepare(model, new_optimizer(model))
 
 
 def prepare(loader: bool = True, optimizer_of=None, **changes) -> None:

@@ -34,7 +34,7 @@ from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
 from hf_osdp.integrations.plugin import OSDPPlugin
 from hf_osdp.integrations.trainer_arguments import requested_options
 from hf_osdp.modeling.split.operators import split_operators
-from hf_osdp.modeling.units import find_units
+from hf_osdp.modeling.units import find_units, refuse_changed
 from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.optimizers import spec_of_trainer_name
 from hf_osdp.planner.plan import Plan
@@ -247,6 +247,12 @@ def beside_plan(**options: object) -> None:
     check_given_plan(plan(), OSDPConfig(**options), plan().peak_bytes)
 
 
+def frozen_later() -> None:
+    model = tiny_model("gpt2")
+    units = find_units(model)
+    refuse_changed(model.requires_grad_(False), units)
+
+
 OTHER_RUNS: dict[str, Give] = {
     "4 processes' plan on 2": lambda: plan().check(description(), 2),
     "a plan of a model with other units": lambda: plan().check(transformer(layers=5), 4),
@@ -254,6 +260,7 @@ OTHER_RUNS: dict[str, Give] = {
     "global_batch_size=16 beside a plan of 8": lambda: beside_plan(global_batch_size=16),
     "samples of 64 tokens beside a plan of 32": lambda: beside_plan(sequence_length=64),
     "memory_limit=1MiB beside a plan of more": lambda: beside_plan(memory_limit=2**20),
+    "a model that was frozen after it was planned": frozen_later,
 }
 PROFILES: dict[str, Change] = {
     **ANY_FILES,

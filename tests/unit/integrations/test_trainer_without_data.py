@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 
+import peft
 import pytest
 import torch
 import transformers
 from transformers import TrainerCallback, TrainingArguments
 
+from hf_osdp.errors import PlanError
 from hf_osdp.integrations.trainer import Trainer
 from tests.helpers.models import tiny_model
 
@@ -61,3 +63,37 @@ def test_each_training_is_measured_and_its_model_can_be_pickled(tmp_path):
     first = trainer.accelerator.measured
     trainer.train()
     assert trainer.accelerator.measured is not first and first.steps == trainer.accelerator.measured.steps == 1
+
+
+def freeze(model):
+    model.transformer.h.requires_grad_(False)
+
+
+def resize(model):
+    model.resize_token_embeddings(70)
+
+
+CHANGES = {
+    r"transformer.wte.weight is float64 \[70, 20\], but was float64 \[61, 20\]": resize,
+    r"transformer.h.0.* is float64 \[.*\], frozen, but was float64 \[.*\];": freeze,
+    r"transformer.* is float32 \[.*\], but was float64 \[.*\];": lambda model: model.float(),
+    r"transformer.* is absent, but was float64": lambda model: peft.get_peft_model(model, peft.LoraConfig()),
+}
+
+
+@pytest.mark.parametrize("line", CHANGES)
+def test_model_that_changes_after_its_plan_was_made_is_refused(tmp_path, line):
+    trainer = made(tmp_path, train_dataset=rows())
+    assert trainer.plan is not None
+    trainer.model = trainer.model_wrapped = CHANGES[line](trainer.model) or trainer.model
+    with pytest.raises(PlanError, match=f"^The model has changed since it was planned: {line}"):
+        trainer.train()
+
+
+def test_model_that_changes_between_trainings_is_refused(tmp_path):
+    trainer = made(tmp_path, train_dataset=rows())
+    trainer.train()
+    trainer.train()
+    freeze(trainer.model)
+    with pytest.raises(PlanError, match=r"is float64 \[.*\], frozen, but was"):
+        trainer.train()
