@@ -52,6 +52,8 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
     measured: Observation | None = None
     """Measurement of the loop's first optimizer steps, the same on every process; None until they have ended."""
     _out_of_memory: OutOfMemoryHandler | None = None
+    _waits_for_loader = False
+    """The plan was made without a loader, and none was prepared since."""
 
     def plan(
         self,
@@ -79,7 +81,9 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         sizes: dict[str, Any] = {"sequence_length": sequence_length, "global_batch_size": global_batch_size}
         model, config = unwrapped(model, self.config)
         config = replace(config, **{name: value for name, value in sizes.items() if value})
-        return self._make_plan(model, config, [optimizer])
+        plan = self._make_plan(model, config, [optimizer])
+        self.gradient_accumulation_steps = plan.accumulation_steps
+        return plan
 
     def use_plan(self, run: PlannedRun) -> None:
         """Use this plan in `prepare`; `no_sync`, not Accelerate, then decides when gradients are reduced.
@@ -153,9 +157,35 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         prepare_model(model, job.precision)
         run = plan_and_announce(model, job)
         self.use_plan(run)
-        if loader is None:
-            self.gradient_accumulation_steps = run.plan.accumulation_steps
+        self._waits_for_loader = loader is None
         return run.plan
+
+    def _plan_for_loop(
+        self, model: nn.Module, config: OSDPConfig, optimizers: Sequence[torch.optim.Optimizer],
+        loader: DataLoader[Any] | None = None,
+    ) -> None:  # fmt: skip
+        """Make the plan for a loader, else for the loop's accumulation, which a given plan or micro-batch size sets
+        where the loop leaves it at 1.
+        """
+        if loader is not None:
+            self._make_plan(model, config, optimizers, loader)
+            return
+        steps, samples = self.gradient_accumulation_steps, config.global_batch_size
+        if samples is not None and config.plan is None and config.micro_batch_size is None:
+            size, rest = divmod(samples, self.num_processes * steps)
+            if rest:
+                raise ValueError(
+                    f"global_batch_size={samples} is not a multiple of {self.num_processes} processes x {steps}"
+                    " accumulation steps; make them agree."
+                )
+            config = replace(config, micro_batch_size=size)
+        planned = self._make_plan(model, config, optimizers).accumulation_steps
+        if steps not in (1, planned):
+            raise ValueError(
+                f"gradient_accumulation_steps={steps}, but the plan accumulates {planned} micro-batches; make them"
+                " agree."
+            )
+        self.gradient_accumulation_steps = planned
 
     def _batch_size(self, loader: DataLoader[Any]) -> int | None:
         """Return the samples per process in one batch of a loader; None if the loader does not say."""
@@ -177,10 +207,10 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
                 " of one model, or move"
                 " a model that is not trained to accelerator.device by hand."
             )
+        self._check_loader(*loaders[:1])
         if models and not is_under_plan(models[0]):
             if self.planned_run is None:
-                self._make_plan(models[0], config, optimizers, *loaders[:1])
-            self._check_loader(self._planned.plan, *loaders[:1])
+                self._plan_for_loop(models[0], config, optimizers, *loaders[:1])
             if not self.is_fsdp2:
                 self._apply_plan(models[0], optimizers)
         if not models or not self.is_fsdp2 or optimizers:
@@ -193,15 +223,18 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
             self._bind_optimizers(optimizers, self.planned_run)
         return result
 
-    def _check_loader(self, plan: Plan, loader: DataLoader[Any] | None = None) -> None:
-        """Refuse a loader for training with another batch size than the plan's."""
-        size, planned = None if loader is None else self._batch_size(loader), plan.micro_batch_size
+    def _check_loader(self, loader: DataLoader[Any] | None = None) -> None:
+        """Refuse the first loader, which is for training, with another batch size than the plan's."""
+        if loader is None or not self._waits_for_loader:
+            return
+        size, planned = self._batch_size(loader), self._planned.plan.micro_batch_size
         if size not in (None, planned):
             raise ValueError(
                 f"The plan runs {planned} samples at once, but the first DataLoader gives {size};"
                 f" use batch_size={planned * (self.num_processes if self.split_batches else 1)} for training, and give"
                 " that DataLoader first."
             )
+        self._waits_for_loader = False
 
     def _apply_plan(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Apply the plan to the model and give its optimizers the new parameters; if it is applied already, prepare

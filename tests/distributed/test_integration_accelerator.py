@@ -7,6 +7,7 @@ from itertools import islice
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import GPT2LMHeadModel
@@ -188,6 +189,34 @@ def test_planner_chooses_the_batch_size():
     found = [None, None]
     dist.all_gather_object(found, (plan.fingerprint, losses))
     assert found[0] == found[1] and losses[-1] < losses[0]
+
+
+def prepared_without_loader(accumulation: int, **options) -> OSDPAccelerator:
+    AcceleratorState._reset_state()
+    given = {"hardware": preset("cpu", devices_per_node=2), "sequence_length": LENGTH, **options}
+    accelerator, model = OSDPAccelerator(cpu=True, gradient_accumulation_steps=accumulation, osdp=given), tiny_model()
+    accelerator.prepare(model, new_optimizer(model))
+    return accelerator
+
+
+@pytest.mark.on_ranks(2, shared=True)
+def test_loop_whose_loader_is_not_prepared_keeps_its_accumulation():
+    for steps, options, size, planned in (
+        (4, {}, 2, 4), (1, {}, 8, 1), (1, {"micro_batch_size": 4}, 4, 2), (2, {"micro_batch_size": 4}, 4, 2),
+    ):  # fmt: skip
+        accelerator = prepared_without_loader(steps, global_batch_size=16, **options)
+        assert accelerator.planned_run.plan.micro_batch_size == size
+        assert accelerator.gradient_accumulation_steps == planned
+    with pytest.raises(ValueError, match="plan runs 4 samples at once, but the first DataLoader gives 8"):
+        accelerator.prepare(DataLoader(tokens(), batch_size=8))
+    accelerator.prepare(DataLoader(tokens(), batch_size=4))
+    accelerator.prepare(DataLoader(tokens(), batch_size=8))  # for evaluation
+    with pytest.raises(ValueError, match="steps=4, but the plan accumulates 2 micro-batches; make them agree"):
+        prepared_without_loader(4, global_batch_size=16, micro_batch_size=4)
+    with pytest.raises(
+        ValueError, match="global_batch_size=16 is not a multiple of 2 processes x 3 accumulation steps"
+    ):
+        prepared_without_loader(3, global_batch_size=16)
 
 
 @pytest.mark.on_ranks(2, shared=True)
