@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..distributed.device import own_gpu
 from ..distributed.launcher import variable
-from ..distributed.mesh import collective_device
+from ..distributed.mesh import collective_device, rank
 from ..distributed.process_group import prepare_group
 from ..modeling.build import disable_cache
 from ..modeling.wrapping import has_running_statistics
@@ -59,13 +59,19 @@ def prepare_model(model: nn.Module, precision: Precision) -> None:
 
 def prepare_precision(model: nn.Module, precision: Precision) -> None:
     """If the compute dtype has 16 bits, hold trainable parameters and the statistics of their batch norms in
-    float32.
+    float32; log a warning if that changes parameters.
     """
     if precision.compute not in (DType.BFLOAT16, DType.FLOAT16):
         return
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype in _HALF:
-            parameter.data = parameter.data.float()
+    rounded = [p for p in model.parameters() if p.requires_grad and p.dtype in _HALF]
+    if rounded and rank() == 0:
+        _log.warning(
+            "%d trained parameters of the model in %s will be in float32, twice their memory, as mixed precision"
+            " needs; to train them as they are, leave mixed precision (bf16, fp16) out.",
+            len(rounded), " and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in rounded})),
+        )  # fmt: skip
+    for parameter in rounded:
+        parameter.data = parameter.data.float()
     for module in model.modules():
         if has_running_statistics(module, itself=True) and any(p.requires_grad for p in module.parameters()):
             for name, buffer in module.named_buffers():

@@ -12,12 +12,17 @@ from hf_osdp.sharding.environment import prepare_model, prepare_precision
 from tests.helpers.vision import tiny_vision
 
 
-def test_model_is_prepared_with_float32_masters_and_without_cache():
+def test_model_is_prepared_with_float32_masters_and_without_cache(caplog):
     layer = nn.Linear(2, 2, dtype=torch.bfloat16)
     layer.bias.requires_grad_(False)
     prepare_precision(layer, Precision())
-    assert layer.weight.dtype is torch.bfloat16
-    prepare_precision(layer, Precision(compute=DType.BFLOAT16))
+    assert layer.weight.dtype is torch.bfloat16 and not caplog.text
+    for _ in range(2):
+        prepare_precision(layer, Precision(compute=DType.BFLOAT16))
+        assert [record.getMessage() for record in caplog.records] == [
+            "1 trained parameters of the model in bfloat16 will be in float32, twice their memory, as mixed precision"
+            " needs; to train them as they are, leave mixed precision (bf16, fp16) out."
+        ]
     assert (layer.weight.dtype, layer.bias.dtype) == (torch.float32, torch.bfloat16)
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16))
     assert model.config.use_cache
