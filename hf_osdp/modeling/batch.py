@@ -58,8 +58,7 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
     and spectrograms have the configuration's size. Raise DescriptionError if the model's kind of input is not known.
     """
     model = without_adapters(model)
-    config: Any = model.config
-    kind = type(model).__name__
+    config, kind = _config_of(model), type(model).__name__
     arguments = frozenset(inspect.signature(model.forward).parameters)
     main = getattr(model, "main_input_name", "input_ids")
     if main not in _INPUTS:
@@ -95,6 +94,19 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
         return batch
 
     return make
+
+
+def _config_of(model: nn.Module) -> Any:  # noqa: ANN401
+    """Return a transformers model's configuration; raise DescriptionError for other models, whose `config` may be
+    None or a dict.
+    """
+    config = getattr(model, "config", None)
+    if not hasattr(config, "__dict__"):
+        raise DescriptionError(
+            f"{type(model).__name__} is not a transformers model, so its inputs are not known; pass inputs, a function"
+            " from samples to keyword arguments."
+        )
+    return config
 
 
 def _takes_mask(kind: str, main: str, arguments: Container[str], given: torch.Tensor, sequence_length: int) -> bool:

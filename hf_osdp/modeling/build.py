@@ -105,7 +105,7 @@ def disable_cache(model: nn.Module) -> bool:
 def drops_layers(model: nn.Module) -> bool:
     """Return whether forward leaves out layers at random (LayerDrop), by transformers' names for it."""
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    settings = (setting for config in configs.values() for setting in vars(config).items())
+    settings = (setting for config in configs.values() for setting in getattr(config, "__dict__", {}).items())
     return any(name.endswith("layerdrop") and bool(value) for name, value in settings)
 
 

@@ -83,11 +83,6 @@ class _Describer:
         self._blocks = self._block_classes()
         self._checkpointed = options.activation_checkpointing or is_checkpointed(model)
         self._dtype = options.compute_dtype or self._main_dtype()
-        if options.inputs is None and not hasattr(model, "config"):
-            raise DescriptionError(
-                f"{self._name} is not a transformers model, so its inputs are not known;"
-                " pass inputs, a function from samples to keyword arguments."
-            )
         self._inputs = options.inputs or UsualBatch(model, options.sequence_length, options.images)
 
     def describe(self) -> ModelDescription:

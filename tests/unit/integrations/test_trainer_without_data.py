@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 import transformers
+from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
 from hf_osdp.errors import PlanError
@@ -63,6 +64,28 @@ def test_each_training_is_measured_and_its_model_can_be_pickled(tmp_path):
     first = trainer.accelerator.measured
     trainer.train()
     assert trainer.accelerator.measured is not first and first.steps == trainer.accelerator.measured.steps == 1
+
+
+class Line(nn.Module):
+    """No transformers model, with a `config` of its own."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.line = config, nn.Linear(1, 1, dtype=torch.float64)
+        nn.init.ones_(self.line.weight), nn.init.zeros_(self.line.bias)
+
+    def forward(self, x, labels):
+        found = self.line(x[:, None])[:, 0]
+        return nn.functional.mse_loss(found, labels), found
+
+
+def test_model_whose_config_is_none_trains_as_stock(tmp_path):
+    points = [{"x": x, "labels": 2 * x + 3} for x in torch.linspace(0, 1, 8, dtype=torch.float64)]
+    trained = []
+    for kind in (Trainer, transformers.Trainer):
+        trainer = made(tmp_path, kind, Line(None), train_dataset=points, arguments={"max_steps": 3})
+        trained += [trainer.train().training_loss, [p.item() for p in trainer.model.parameters()]]
+    assert trained[:2] == trained[2:]
 
 
 def freeze(model):

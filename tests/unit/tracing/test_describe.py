@@ -71,6 +71,11 @@ class Plain(nn.Module):
 def test_plain_module_is_traced_with_inputs_that_it_takes():
     with pytest.raises(DescriptionError, match=r"Plain is not a transformers model.*pass inputs"):
         describe(Plain(), sequence_length=1)
+    for config in (None, {"hidden_size": 8}):
+        model = Plain()
+        model.config = config
+        with pytest.raises(DescriptionError, match=r"Plain is not a transformers model.*pass inputs"):
+            describe(model, sequence_length=1)
     with pytest.raises(DescriptionError, match="Plain cannot be traced on fake tensors: TypeError"):
         describe(Plain(), sequence_length=1, inputs=lambda n: {"y": torch.zeros(n, 8)})
     zeros = torch.zeros
