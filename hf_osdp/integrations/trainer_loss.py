@@ -212,7 +212,10 @@ def _batch_count_dependence(trainer: Trainer, *, cuts: bool) -> str | None:
             return f"{owner}.on_substep_end runs for each micro-batch, in a way of its own"
     steps = len(dataset) / samples_of_step(args) if isinstance(dataset, Sized) else 0.5
     is_whole, even = steps.is_integer() or 0 < args.max_steps <= steps, accelerator_config_of(args).even_batches
-    several = args.world_size > 1
+    several, collator = args.world_size > 1, trainer.data_collator
+    owner = _unproven(collator if hasattr(collator, "__name__") else type(collator))
+    if not cuts and owner is not None:
+        return f"{owner} makes batches that cannot be cut, and may mix their samples"
     if not cuts and not args.average_tokens_across_devices:
         return "average_tokens_across_devices=False weights samples by the tokens on their process"
     for name, ends in (

@@ -108,7 +108,16 @@ def with_note(rows):
     return {**default_data_collator(rows), "note": "text"}
 
 
+with_note.__module__ = "trl.a_module"  # a package whose collators mix nothing
 NOTED = {"data_collator": with_note}
+
+
+def mixing(rows):
+    """As mixup does."""
+    batch = with_note(rows)
+    return {**batch, "input_ids": torch.maximum(batch["input_ids"], batch["input_ids"].flip(0))}
+
+
 ENDS = {
     "dataloader_drop_last": True, "average_tokens_across_devices": False,
     "accelerator_config": {"even_batches": False},
@@ -133,6 +142,7 @@ ONE_LABEL = {"train_dataset": rows(label=lambda row: torch.tensor(1))}
      "The loss of MixtralForCausalLM is not a sum over samples"),
     (llama, None, ENDS, {}, None),
     (llama, Noted, {}, NOTED, None),
+    (llama, Noted, {}, {"data_collator": mixing}, "mixing makes batches that cannot be cut, and may mix"),
     (llama, Noted, {"dataloader_drop_last": True}, NOTED, "dataloader_drop_last=True"),
     (llama, Noted, {"average_tokens_across_devices": False}, NOTED, "average_tokens_across_devices=False"),
     (llama, Noted, {"accelerator_config": {"even_batches": False}}, NOTED, "even_batches=False"),
