@@ -85,11 +85,11 @@ def micro_batch_rule(
     size: int = samples_of_step(args) // (args.gradient_accumulation_steps * args.world_size)
     if not trains:
         return MicroBatchRule(size=size, chosen=requested)
-    batch = inputs(2) if isinstance(inputs, Batches) else None
-    cuts = on_rank_zero(lambda: reason_against_cuts(batch, samples=2)) is None
+    batch, own = inputs(2) if isinstance(inputs, Batches) else None, _own_step(trainer)
+    cuts = own is None and on_rank_zero(lambda: reason_against_cuts(batch, samples=2)) is None
     kind = on_rank_zero(lambda: _loss_kind(trainer, inputs, sequence_length))
     problem = None if kind in (LossKind.SHARE, LossKind.MEAN) else _PROBLEMS[kind].format(_owner_of_loss(trainer))
-    reason = problem or _own_step(trainer) or _coupling(trainer) or _batch_count_dependence(trainer, cuts=cuts)
+    reason = problem or own or _coupling(trainer) or _batch_count_dependence(trainer, cuts=cuts)
     may_change = kind is LossKind.SHARE or (kind in (LossKind.MEAN, LossKind.WHOLE) and cuts)
     rule = partial(MicroBatchRule, size=size, cuts=cuts, averages=kind is not LossKind.SHARE)
     if reason is None and may_change:
