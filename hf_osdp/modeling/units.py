@@ -120,7 +120,7 @@ def find_units(
             units.
     """
     modules, parameters = modules_by_name(model), _names_of_parameters(model)
-    ties = _find_ties(model, parameters)
+    ties = _find_ties(modules, parameters)
     blocks = _find_blocks(model, modules, ties, block_classes)
     cut = [name for name, module in modules.items() if isinstance(module, LinearSlice)]
     parts: list[str] = []
@@ -134,6 +134,7 @@ def find_units(
     groups: dict[tuple[str, ...], GatherSpan] = {(name,): GatherSpan.USE for name in parts}
     groups |= {(name,): GatherSpan.USE for name in cut if name not in parts}
     groups |= {_outermost_owners(tie, blocks): GatherSpan.STEP for tie in ties}
+    groups |= {(name,): GatherSpan.STEP for name in _shared_between(model, blocks)}
     grouped = {name for names in groups for name in names}
     ends = embedding_and_head(model)
     for name, module in modules.items():
@@ -151,10 +152,11 @@ def find_units(
 
 
 def _names_of_parameters(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
-    """Return each parameter with all its names, in the model's order."""
+    """Return each parameter, in the model's order, with its name in each module that owns it."""
     parameters: dict[nn.Parameter, tuple[str, ...]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        parameters[parameter] = tuple(dict.fromkeys((*parameters.get(parameter, ()), canonical_name(name))))
+    for prefix, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(canonical_name(prefix), recurse=False, remove_duplicate=False):
+            parameters[parameter] = (*parameters.get(parameter, ()), leaf)
     return parameters
 
 
@@ -163,7 +165,7 @@ def large_tables(model: nn.Module) -> tuple[str, ...]:
     them; the embedding and the head, which are units in any case, are among them.
     """
     modules = modules_by_name(model)
-    ties = _find_ties(model, _names_of_parameters(model))
+    ties = _find_ties(modules, _names_of_parameters(model))
     blocks = _find_blocks(model, modules, ties, None)
     return _tables(modules, blocks, {name for tie in ties for name in tie})
 
@@ -276,23 +278,33 @@ def _specification(
     )
 
 
-def _find_ties(model: nn.Module, parameters: dict[nn.Parameter, tuple[str, ...]]) -> list[tuple[str, ...]]:
+def _find_ties(modules: Iterable[str], parameters: dict[nn.Parameter, tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Return the names of modules that share parameters, each group once; `_tied_weights_keys` is not used: it may
     name untied weights.
     """
-    first_name: dict[int, str] = {}
-    canonical: dict[str, str] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        name = canonical_name(name)
-        canonical[name] = first_name.setdefault(id(unwrapped(module)), name)
     ties: list[tuple[str, ...]] = []
     for names in (names for names in parameters.values() if len(names) > 1):
-        owners = {canonical[name.rpartition(".")[0]] for name in names}
+        owners = {name.rpartition(".")[0] for name in names}
         joined = [tie for tie in ties if owners & set(tie)]
         ties = [tie for tie in ties if tie not in joined]
         owners.update(*joined)
-        ties.append(tuple(name for name in canonical if name in owners))
+        ties.append(tuple(name for name in modules if name in owners))
     return ties
+
+
+def _shared_between(model: nn.Module, blocks: Container[str]) -> list[str]:
+    """Return the outermost modules that are in several blocks, or in one and outside of blocks."""
+    first: dict[nn.Module, str] = {}
+    own: dict[str, str] = {}
+    around: dict[str, set[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        name = canonical_name(name)
+        own[name] = first.setdefault(unwrapped(module), name)
+        around.setdefault(own[name], set()).add(
+            next((own[part] for part in (*_ancestors(name), name) if own[part] in blocks), "")
+        )
+    shared = [name for name, places in around.items() if len(places) > 1]
+    return [name for name in shared if not any(part in shared for part in _ancestors(name))]
 
 
 def _outermost_owners(owners: tuple[str, ...], blocks: Iterable[str]) -> tuple[str, ...]:

@@ -267,16 +267,14 @@ def effective(decision: UnitDecision, unit: UnitDescription) -> UnitDecision:
     return replace(decision, reshard_after_forward=unit.span.reshards(decision.reshard_after_forward))
 
 
-def bottom_up(units: tuple[UnitDescription, ...]) -> tuple[UnitDescription, ...]:
-    """Sort units so that each comes after all units nested in it; the root is last."""
-
-    def holds(outer: UnitDescription, inner: UnitDescription) -> bool:
-        return outer.fqn != inner.fqn and any(
-            not a or b.startswith(a + ".") for a in outer.module_names for b in inner.module_names
-        )
-
+def bottom_up(units: tuple[UnitDescription, ...], modules: Mapping[str, nn.Module]) -> tuple[UnitDescription, ...]:
+    """Sort units so that each comes after all units nested in it, under any of their names; the root is last."""
     by_fqn = {unit.fqn: unit for unit in units}
-    inside = {unit.fqn: [other.fqn for other in units if holds(unit, other)] for unit in units}
+    held = {unit.fqn: {one for name in unit.module_names for one in modules[name].modules()} for unit in units}
+    inside = {
+        outer: [unit.fqn for unit in units if unit.fqn != outer and any(modules[n] in own for n in unit.module_names)]
+        for outer, own in held.items()
+    }
     return tuple(by_fqn[fqn] for fqn in TopologicalSorter(inside).static_order())
 
 
@@ -312,7 +310,7 @@ def _find_units(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]
             )
     return [
         _Unit([by_name[name] for name in u.module_names], effective(plan.decision(u.fqn), u), u)
-        for u in bottom_up(units)
+        for u in bottom_up(units, by_name)
     ]
 
 

@@ -213,7 +213,7 @@ class _Describer:
         idle = [
             unit
             for index, unit in enumerate(self._units)
-            if unit.fqn and not unit.keeps_dtype and index not in trace.called | trace.outside_reads
+            if unit.span is GatherSpan.USE and index not in trace.called | trace.outside_reads
             and any(parameter.requires_grad for parameter in unit.parameters)
         ]  # fmt: skip
         if not idle:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
@@ -102,10 +103,17 @@ def unit(*names: str, span: GatherSpan = GatherSpan.USE) -> UnitDescription:
 
 
 def test_bottom_up_puts_a_unit_after_those_inside_it():
-    names = ("", "h.1", "h.1.mlp", "h.10", "wte+h.1.mlp.fc", "h", "h.1.attn.q")
-    order = [one.fqn for one in bottom_up([unit(*name.split("+")) for name in names])]
+    names = ("", "h.1", "h.1.mlp", "h.10", "wte+h.1.mlp.fc", "h", "h.1.attn.q", "h.10.mlp")
+    modules = {"": nn.Module()}
+    for name in ("wte", "h", "h.1", "h.1.mlp", "h.1.mlp.fc", "h.1.attn", "h.1.attn.q", "h.10", "h.10.mlp"):
+        parent, _, leaf = name.rpartition(".")
+        modules[name] = nn.Module()
+        modules[parent].add_module(leaf, modules[name])
+    modules["h.1"].add_module("shared", modules["h.10.mlp"])
+    order = [one.fqn for one in bottom_up([unit(*name.split("+")) for name in names], modules)]
     assert order[-1] == "" and sorted(order) == sorted(names)
     pairs = {"h.1.mlp": "h.1", "wte+h.1.mlp.fc": "h.1.mlp", "h.1.attn.q": "h.1", "h.1": "h", "h.10": "h"}
+    pairs |= {"h.10.mlp": "h.1"}
     assert all(order.index(inner) < order.index(outer) for inner, outer in pairs.items())
 
 

@@ -62,6 +62,29 @@ CASES |= {
 }  # fmt: skip
 
 
+# ---- modules under several names
+
+
+def shared_modules() -> nn.Module:
+    """Two neighbours share their MLP, two others a norm, and the decoder has a second name."""
+    model = tiny_model("llama")
+    layers = model.model.layers
+    layers[1].mlp, layers[3].input_layernorm = layers[0].mlp, layers[2].input_layernorm
+    model.backbone = model.model
+    return model
+
+
+CASES |= {
+    f"llama, shared modules, {layout}": Case(model=shared_modules, layout=layout, slow=layout == "replicate")
+    for layout in ("zero3", "everything", "replicate")
+}
+CASES |= {
+    "llama, shared modules, accumulates": Case(
+        model=shared_modules, layout="zero3", accumulation_steps=2, prepare=wrap_blocks, reduce=False, slow=True,
+    ),
+}  # fmt: skip
+
+
 # ---- several blocks in a unit
 
 

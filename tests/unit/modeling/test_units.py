@@ -111,6 +111,16 @@ def test_names_are_canonical_through_checkpoint_wrappers():
     assert canonical_name("blocks.0._checkpoint_wrapped_module.inner.weight") == "blocks.0.inner.weight"
 
 
+def test_module_in_two_blocks_is_a_unit_for_the_whole_step():
+    model = Stack()
+    model.blocks[1].inner = model.blocks[0].inner
+    model.other, model.activation = model.blocks, nn.ReLU()
+    units = {u.fqn: u for u in find_units(model, ["Block"])}
+    assert {fqn: unit.span for fqn, unit in units.items() if "inner" in fqn} == {"blocks.0.inner": GatherSpan.STEP}
+    assert [p.name for p in units["blocks.0.inner"].parameters] == ["blocks.0.inner.weight", "blocks.0.inner.bias"]
+    assert [p.name for p in units["blocks.1"].parameters] == ["blocks.1.outer.weight", "blocks.1.outer.bias"]
+
+
 def test_tie_between_blocks_is_a_unit_for_the_whole_step():
     model = Stack()
     model.blocks[2].outer.weight = model.blocks[0].inner.weight
