@@ -9,6 +9,9 @@ import difflib
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
 
+_SHOWN = 80
+"""Characters of a value in a message."""
+
 
 class OSDPError(Exception):
     """Base of every error that hf_osdp raises about planning and running."""
@@ -130,6 +133,12 @@ def refuse_first(refused: Mapping[str, object], kind: type[Exception] = ValueErr
 def one_line(text: object) -> str:
     """Return a text, or an error's message, in one line."""
     return " ".join(str(text).split())
+
+
+def shown(value: object) -> str:
+    """Return a value as Python prints it, in one line of at most 80 characters."""
+    text = one_line(repr(value))
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
 def first_line(error: BaseException) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 
+from .errors import shown
+
 _UNIT_BYTES = {
     "b": 1,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -32,9 +34,9 @@ def parse_bytes(value: int | float | str, *, name: str = "memory_limit") -> int:
     ):
         amount = float(match[1]) * _UNIT_BYTES[unit]
     if amount is None:
-        raise ValueError(f"{name}={value!r} is not a number of bytes; {remedy}.")
+        raise ValueError(f"{name}={shown(value)} is not a number of bytes; {remedy}.")
     if not 1 <= amount < 2**60:
-        raise ValueError(f"{name}={value!r} must be between 1 byte and 2**60 bytes; {remedy}.")
+        raise ValueError(f"{name}={shown(value)} must be between 1 byte and 2**60 bytes; {remedy}.")
     return int(amount)
 
 

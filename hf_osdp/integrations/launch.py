@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ..distributed.launcher import variables
 from ..distributed.process_group import prepare_group
 from ..distributed.said_once import is_ours, say_once
-from ..errors import OSDPError, refuse_first
+from ..errors import OSDPError, refuse_first, shown
 
 _REMEDY = "write `fsdp_sharding_strategy: {osdp: true, memory_limit: 8GiB}` under fsdp_config, with `fsdp_version: 2`"
 
@@ -106,7 +106,7 @@ def _pop_bool(options: dict[str, object], name: str) -> bool:
     """Remove a bool from the options and return it; False if it is not set."""
     value = options.pop(name, False)
     if not isinstance(value, bool):
-        raise ValueError(f"fsdp_sharding_strategy has {name}: {value!r}; write {name}: true or {name}: false.")
+        raise ValueError(f"fsdp_sharding_strategy has {name}: {shown(value)}; write {name}: true or {name}: false.")
     return value
 
 

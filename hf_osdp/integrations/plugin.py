@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from ..distributed.launcher import variable
-from ..errors import refuse_first
+from ..errors import refuse_first, shown
 from ..modeling.units import dtype_of
 from ..planner.training_job import Precision
 from ..preparation.config import OSDPConfig, merged_config
@@ -160,7 +160,7 @@ def refuse_decided(options: Mapping[str, Any]) -> None:
         by_class = name == "auto_wrap_policy" and str(value).lower() == "transformer_based_wrap"
         by_default = name == "limit_all_gathers" and value is True
         if value is not None and not by_class and not by_default:
-            raise ValueError(f"{name}={value!r} is decided by the plan; {remedy}.")
+            raise ValueError(f"{name}={shown(value)} is decided by the plan; {remedy}.")
 
 
 def compiled_modules(model: nn.Module) -> set[Any]:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from ..errors import refuse_first
+from ..errors import refuse_first, shown
 from ..preparation.config import OSDPConfig, stated_options
 from ..reading import read_json
 from .launch import launch_request
@@ -43,13 +43,13 @@ def requested_options(
         return None
     if osdp not in (None, True) and not isinstance(osdp, (OSDPConfig, Mapping)):
         raise ValueError(
-            f"osdp={osdp!r} is of type {type(osdp).__name__}; use True, False, an OSDPConfig or a mapping of its"
+            f"osdp={shown(osdp)} is of type {type(osdp).__name__}; use True, False, an OSDPConfig or a mapping of its"
             " fields."
         )
     fsdp_config = _fsdp_config(args)
     here, launched = fsdp_config.get("osdp"), launch_request().osdp
     if here is not None and not isinstance(here, (bool, Mapping)):
-        raise ValueError(f"fsdp_config has osdp={here!r}; use true, false or a mapping of options.")
+        raise ValueError(f"fsdp_config has osdp={shown(here)}; use true, false or a mapping of options.")
     if osdp is None and (here is False or (here is None and not (on_by_default if launched is None else launched))):
         return None
     _refuse_ignored(fsdp_config)
@@ -76,7 +76,7 @@ def _refuse_ignored(fsdp_config: Mapping[str, Any]) -> None:
     refuse_decided(set_here)
     known = ("osdp", "version", "auto_wrap_policy", *TAKEN)
     refuse_first({
-        f"fsdp_config has {name}={value!r}, which has no effect under a plan; leave it out (allowed:"
+        f"fsdp_config has {name}={shown(value)}, which has no effect under a plan; leave it out (allowed:"
         f" {', '.join(known)}; options of OSDPConfig go into osdp).": name not in known and value is not None
         for name, value in set_here.items()
     })  # fmt: skip

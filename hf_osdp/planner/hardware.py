@@ -9,7 +9,7 @@ from enum import Enum
 from fractions import Fraction
 from types import MappingProxyType
 
-from ..errors import HardwareError
+from ..errors import HardwareError, shown
 from ..quantities import check_numbers, format_bytes
 from .description import DType
 from .training_job import OptimizerStep
@@ -414,5 +414,6 @@ def check_margin(value: object, *, name: str = "memory_margin") -> None:
     """Raise a ValueError with its `name` unless a share of the memory limit is a number of at least 0 and below 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
         raise ValueError(
-            f"{name}={value!r} must be the share of the limit that stays free, at least 0 and below 1, such as 0.06."
+            f"{name}={shown(value)} must be the share of the limit that stays free, at least 0 and below 1, such as"
+            " 0.06."
         )

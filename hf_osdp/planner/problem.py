@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from ..errors import shown
 from ..quantities import whole_bytes
 from .description import ModelDescription
 from .hardware import Hardware
@@ -83,6 +84,6 @@ def check_simplicity(value: object) -> None:
     """Raise a ValueError unless the value is a number of at least 0 and below 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
         raise ValueError(
-            f"simplicity={value!r} must be the share of a step's time that one layout less may cost, at least 0 and"
-            " below 1, such as 0.001."
+            f"simplicity={shown(value)} must be the share of a step's time that one layout less may cost, at least 0"
+            " and below 1, such as 0.001."
         )

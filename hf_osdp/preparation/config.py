@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ..errors import refuse_first
+from ..errors import refuse_first, shown
 from ..planner.hardware import Hardware, check_margin
 from ..planner.placement import HOST_OPTIONS
 from ..planner.plan import Plan
@@ -181,7 +181,7 @@ class OSDPConfig(Decisions):
         check_simplicity(self.simplicity)
         for name, hint in _HINTS.items():
             if (problem := _problem(name, getattr(self, name), hint)) is not None:
-                raise ValueError(f"{name}={getattr(self, name)!r} {problem}.")
+                raise ValueError(f"{name}={shown(getattr(self, name))} {problem}.")
         ModelSplit(blocks_per_unit=self.blocks_per_unit or 1)  # refuses too many
 
     def _check_combinations(self) -> None:
@@ -226,8 +226,8 @@ class OSDPConfig(Decisions):
         known = [field.name for field in fields(cls)]
         if options.get("osdp", True) is not True:
             raise ValueError(
-                f"osdp: {options['osdp']!r} cannot be combined with other options of OSDP; use osdp: true or leave it"
-                " out."
+                f"osdp: {shown(options['osdp'])} cannot be combined with other options of OSDP; use osdp: true or"
+                " leave it out."
             )
         options = {name: value for name, value in options.items() if name != "osdp"}
         unknown = sorted(str(name) for name in options if name not in known)
@@ -285,7 +285,7 @@ def stated_options(osdp: OSDPConfig | Mapping[str, object] | None) -> dict[str, 
     """
     if osdp is not None and not isinstance(osdp, (OSDPConfig, Mapping)):
         raise ValueError(
-            f"osdp={osdp!r} is of type {type(osdp).__name__}; use an OSDPConfig or a mapping of its fields."
+            f"osdp={shown(osdp)} is of type {type(osdp).__name__}; use an OSDPConfig or a mapping of its fields."
         )
     if isinstance(osdp, OSDPConfig):
         return {field.name: value for field in fields(osdp) if (value := getattr(osdp, field.name)) != field.default}
@@ -312,10 +312,11 @@ def _names(option: str, names: Iterable[str] | None, kind: str, example: str) ->
         return None
     parts = names.split(",") if isinstance(names, str) else list(names)
     if not all(isinstance(part, str) for part in parts):
-        raise ValueError(f"{option}={names!r} must hold {kind} names, for example {example}.")
+        raise ValueError(f"{option}={shown(names)} must hold {kind} names, for example {example}.")
     cleaned = tuple(part.strip() for part in parts if part.strip())
     if not cleaned:
         raise ValueError(
-            f"{option}={names!r} names no {kind}; give names such as {example.partition(',')[0]}, or leave it out."
+            f"{option}={shown(names)} names no {kind}; give names such as {example.partition(',')[0]}, or leave it"
+            " out."
         )
     return cleaned
