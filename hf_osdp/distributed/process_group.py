@@ -34,6 +34,8 @@ If a rank ends, the others stop waiting.
 _POLL_S = 0.05
 _START_S = 300.0
 """How long ranks of one launch wait for each other; torchrun has started all of them."""
+_NAME_S = 20.0
+"""How long the name of rank 0's machine may take to be known: a cluster may start machines one after the other."""
 _KEY = "hf_osdp/start"
 _log = logging.getLogger(__name__)
 
@@ -52,6 +54,8 @@ def prepare_group() -> None:
     """
     prefer_expandable_segments()  # before the process group, which initialises CUDA
     rank, ranks = launched_rank(), launched_world_size()
+    if ranks > 1 and not dist.is_initialized():
+        _check_address(variable("MASTER_ADDR"), number("MASTER_PORT", 1))
     if ranks == 1 or not is_torchruns_store():
         return
     if not dist.is_initialized():
@@ -60,6 +64,24 @@ def prepare_group() -> None:
         _log.warning(
             "A restart may hang, since torchrun keeps its store: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for"
             " torchrun."
+        )
+
+
+def _check_address(address: str, port: int) -> None:
+    """Refuse an address that nobody can have: torch would look for it for minutes."""
+    if not 0 < port < 2**16:
+        raise ValueError(f"MASTER_PORT={port} must be from 1 to {2**16 - 1}; let the launcher set it.")
+
+    def is_known() -> bool:
+        with suppress(socket.gaierror):
+            return bool(socket.getaddrinfo(address, port))
+        return False
+
+    poll(is_known, _NAME_S if address else 0.0)
+    if address and not is_known():
+        raise LaunchError(
+            f"MASTER_ADDR={address!r} is not known on {socket.gethostname()}; give the name or the IP address of rank"
+            " 0's machine."
         )
 
 
