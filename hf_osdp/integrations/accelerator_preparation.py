@@ -35,7 +35,7 @@ from ..sharding.replicas import is_under_plan
 from .announce import announce_result, plan_and_announce
 from .checkpoints import AcceleratorCheckpoints
 from .plugin import OSDPPlugin, unwrapped
-from .samples import batches_of_loader
+from .samples import batches_of_loader, with_length_of_inputs
 from .sharding import apply_plan_unsharded, prepare_late_optimizers, shard_model
 
 T = TypeVar("T")
@@ -127,6 +127,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         it and use it.
         """
         config, inputs = (config, None) if loader is None else self._for_loader(config, loader, model)
+        config = with_length_of_inputs(config, model, known=inputs is not None)
         refuse_first({
             "The sequence length is not known; give OSDPConfig(sequence_length=...) or accelerator.plan(...).":
                 config.sequence_length is None,

@@ -39,6 +39,7 @@ from ..sharding.state import free_gathered, full_state_dict, load_full_state_dic
 from ..sharding.steps import micro_step
 from .announce import announce_result, plan_and_announce
 from .plugin import unwrapped
+from .samples import with_length_of_inputs
 
 
 class OptimalShardedDataParallel(nn.Module):
@@ -105,6 +106,7 @@ class OptimalShardedDataParallel(nn.Module):
         super().__init__()
         say_uncaught_once()
         model, config = unwrapped(model, merged_config(config))
+        config = with_length_of_inputs(config, model)
         _check(config, optimizer)
         form_process_group(needed=False)
         precision, device = Precision.named(mixed_precision, autocast=world_size() == 1), training_device()

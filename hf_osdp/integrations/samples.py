@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from ..distributed.process_group import all_gather_objects
 from ..modeling.batch import random_states_kept, with_row_length
 from ..modeling.replaced import replaced
+from ..preparation.config import OSDPConfig
 
 _MAX_SAMPLES = 2**18
 """Most samples to read by their index."""
@@ -144,6 +145,20 @@ def batches_of_loader(
     tokens = None if found is None else found.tokens or (None if used is None else 1)
     length = row_tokens(tokens, sequence_length)
     return None if used is None else used.with_rows(length), length
+
+
+def with_length_of_inputs(config: OSDPConfig, model: nn.Module, *, known: bool = False) -> OSDPConfig:
+    """Return the options with the tokens of a row of the user's own `inputs`, 1 if these have none. Unless the inputs
+    are `known`, raise ValueError for a model of which nothing says them.
+    """
+    if config.inputs is None and getattr(model, "config", None) is None and config.plan is None and not known:
+        raise ValueError(
+            f"The inputs of {type(model).__name__} are not known; give OSDPConfig(inputs=...), a function from a"
+            " number of samples to forward's keyword arguments."
+        )
+    if config.inputs is None or config.sequence_length is not None:
+        return config
+    return replace(config, sequence_length=tokens_of(config.inputs(1)) or 1)
 
 
 def _preserve_random_states() -> AbstractContextManager[None]:

@@ -31,7 +31,7 @@ from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import reason_against_unit_steps
 from .checkpoints import is_adapted
 from .micro_batches import reason_against_cuts
-from .samples import Batches, find_batches, row_tokens, tokens_of
+from .samples import Batches, find_batches, row_tokens, tokens_of, with_length_of_inputs
 from .trainer_arguments import planned_arguments, samples_of_step, warn
 from .trainer_loss import MicroBatchRule, bytes_of_other_models, micro_batch_rule, traced_loss
 
@@ -127,7 +127,7 @@ def _batches(trainer: Trainer, config: OSDPConfig, loader: DataLoader[Any] | Non
     Collective.
     """
     if config.inputs is not None:
-        return config.inputs, config.sequence_length or tokens_of(config.inputs(1)) or 1
+        return config.inputs, with_length_of_inputs(config, cast("nn.Module", trainer.model)).sequence_length or 1
     evaluated = trainer.eval_dataset
     evaluated = next(iter(evaluated.values()), None) if isinstance(evaluated, dict) else evaluated
     if loader is not None and loader.collate_fn is not None:

@@ -76,7 +76,8 @@ def trainer(given: str, folder: Path) -> Give:
 
 def plain_loop(given: str, folder: Path) -> Give:
     names = {
-        "OptimalShardedDataParallel": OptimalShardedDataParallel, "model": nn.Linear(2, 2), "config": BATCH,
+        "OptimalShardedDataParallel": OptimalShardedDataParallel, "model": tiny_model("gpt2"), "config": BATCH,
+        "Linear": nn.Linear,
         "OSDPConfig": lambda *_, **options: {**BATCH, **options}, "AdamW": lambda *_: torch.optim.AdamW(weights()),
     }  # fmt: skip
     return lambda: eval(given, names)
