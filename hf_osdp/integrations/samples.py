@@ -9,17 +9,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from ..distributed.process_group import all_gather_objects
+from ..errors import first_line, refuse_first
 from ..modeling.batch import random_states_kept, with_row_length
+from ..modeling.identity import holds_datasets
 from ..modeling.replaced import replaced
 from ..preparation.config import OSDPConfig
 
@@ -70,21 +72,32 @@ def row_tokens(found: int | None, sequence_length: int | None) -> int | None:
     return sequence_length or max(all_gather_objects(found or 0)) or None
 
 
-def find_batches(dataset: Any, collate: Collate) -> Batches | None:  # noqa: ANN401  of any library
-    """Find the largest batch that a dataset gives to a DataLoader, without consuming a stream or advancing random
-    number generators.
+def find_batches(dataset: Any, collate: Collate, *, mixes: bool = False) -> Batches | None:  # noqa: ANN401  of any library
+    """Find the largest batch that a dataset, or several, give to a DataLoader, without consuming a stream or advancing
+    random number generators.
 
-    Return None if there is no dataset, if it is empty, or if it is a stream that cannot be copied, since reading would
-    consume it.
+    Return None if there is no dataset, if it is empty, or if it cannot be read so: it has other keys than numbers, or
+    is a stream that cannot be copied, since reading would consume it. If the loader `mixes` all rows, raise ValueError
+    instead for a dataset without rows, or whose rows make no batch.
     """
     collate = _copy_collator(collate)
-    with _preserve_random_states(), _preserve_generators(dataset):
-        samples, seen, is_whole = ([], 0, False) if dataset is None else _longest_samples(dataset)
-        if not samples:
-            return None
-        sample, batch = max(
-            ((sample, _collate(collate, [sample])) for sample in samples), key=lambda pair: _numel(pair[1])
-        )
+    try:
+        with _preserve_random_states(), _preserve_generators(dataset):
+            samples, seen, is_whole = ([], 0, False) if dataset is None else _longest_samples(dataset)
+            batches = [_collate(collate, [sample]) for sample in samples]
+            if mixes and samples:
+                _collate(collate, samples)
+    except Exception as error:  # of a user's dataset or collator
+        if mixes:
+            raise ValueError(
+                f"Rows of the dataset make no batch ({first_line(error)}); give rows by number and a collator that"
+                " pads them, or OSDPConfig(micro_batch_size=1) for one row at once."
+            ) from error
+        return None
+    if not samples:
+        refuse_first({"The dataset has no rows; give one with rows.": mixes and is_whole})
+        return None
+    sample, batch = max(zip(samples, batches, strict=True), key=lambda pair: _numel(pair[1]))
     return Batches(sample=sample, collate=collate, tokens=tokens_of(batch), seen=seen, is_whole=is_whole)
 
 
@@ -92,9 +105,13 @@ def _longest_samples(dataset: Any) -> tuple[list[Any], int, bool]:  # noqa: ANN4
     """Return the samples that are longest, by each field and in total, the number of samples read, and whether all
     were read.
 
-    From a `datasets.Dataset` only lengths are read, for all rows. Other datasets with a length are read sample by
-    sample, in a random order, for at most two seconds. From a stream the first samples of a copy are read.
+    The shortest is among them too. From a `datasets.Dataset` only lengths are read, for all rows. Other datasets with
+    a length are read sample by sample, in a random order, for at most two seconds. From a stream the first samples of
+    a copy are read.
     """
+    if holds_datasets(dataset):
+        samples, counts, whole = zip(*map(_longest_samples, dataset.values()), strict=True)
+        return list(chain(*samples)), sum(counts), all(whole)
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         total = len(dataset)
         if total and (rows := _longest_rows(dataset)) is not None:
@@ -140,7 +157,9 @@ def batches_of_loader(
 
     Collective.
     """
-    found = None if loader.collate_fn is None else find_batches(loader.dataset, loader.collate_fn)
+    mixes = type(loader.batch_sampler) is BatchSampler and loader.batch_sampler.batch_size > 1
+    mixes = mixes and type(loader.sampler) in (RandomSampler, SequentialSampler)
+    found = None if loader.collate_fn is None else find_batches(loader.dataset, loader.collate_fn, mixes=mixes)
     used = found if found is not None and accepts_as_keywords(model, found(1)) else None
     tokens = None if found is None else found.tokens or (None if used is None else 1)
     length = row_tokens(tokens, sequence_length)
@@ -204,8 +223,8 @@ def _collate(collate: Collate, samples: Sequence[Any]) -> Any:  # noqa: ANN401
 
 
 def _longest_rows(dataset: Any) -> tuple[int, ...] | None:  # noqa: ANN401  of any library
-    """Return the rows of a `datasets.Dataset` with the longest lists or texts, by column and in total; None for
-    other datasets.
+    """Return the rows of a `datasets.Dataset` with the longest lists or texts, by column and in total, and the
+    shortest; None for other datasets.
     """
     table = getattr(dataset, "_data", None)
     if table is None or not hasattr(dataset, "features") or getattr(dataset, "_format_type", None) == "custom":
@@ -226,11 +245,12 @@ def _longest_rows(dataset: Any) -> tuple[int, ...] | None:  # noqa: ANN401  of a
     if dataset._indices is not None:
         rows = dataset._indices.column(0).to_numpy()
         lengths = [column[rows] for column in lengths]
-    return tuple(dict.fromkeys(int(values.argmax()) for values in (sum(lengths), *lengths)))
+    total = sum(lengths)
+    return tuple(dict.fromkeys(int(values.argmax()) for values in (total, -total, *lengths)))
 
 
 def _longest(samples: Iterable[Any]) -> tuple[list[Any], int]:
-    """Return the samples with the longest fields and the largest total, and the number of samples read."""
+    """Return the samples with the longest fields, the largest total and the least, and how many samples were read."""
     best: dict[Any, tuple[int, int, Any]] = {}
     seen, started = 0, time.monotonic()
     for sample in samples:
@@ -240,7 +260,8 @@ def _longest(samples: Iterable[Any]) -> tuple[list[Any], int]:
             else dict(enumerate(sample if isinstance(sample, (tuple, list)) else [sample]))
         )
         lengths = {name: _length(value) for name, value in fields.items()}
-        for name, length in ((None, sum(lengths.values())), *lengths.items()):
+        total = sum(lengths.values())
+        for name, length in ((None, total), (..., -total), *lengths.items()):
             if name not in best or length > best[name][0]:
                 best[name] = (length, seen, sample)
         seen += 1

@@ -17,11 +17,12 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
+from transformers.utils import can_return_loss, find_labels
 
 from ..checkpoint.resume import recorded_manifest
 from ..distributed.consensus import on_rank_zero
 from ..errors import one_line, refuse_first
-from ..modeling.batch import Inputs
+from ..modeling.batch import Inputs, without_adapters
 from ..planner.optimizers import knows_trainer_name, spec_of_trainer_name
 from ..planner.training_job import OptimizerSpec
 from ..preparation.config import OSDPConfig
@@ -36,6 +37,8 @@ from .trainer_arguments import planned_arguments, samples_of_step, warn
 from .trainer_loss import MicroBatchRule, bytes_of_other_models, micro_batch_rule, traced_loss
 
 _log = logging.getLogger(__name__)
+_LOADER = ("get_train_dataloader", "_get_train_sampler")
+"""The Trainer's methods that say which rows of the dataset make a batch."""
 
 
 def job_of_trainer(
@@ -133,10 +136,14 @@ def _batches(trainer: Trainer, config: OSDPConfig, loader: DataLoader[Any] | Non
     if loader is not None and loader.collate_fn is not None:
         found = find_batches(loader.dataset, loader.collate_fn)
     else:
-        found = find_batches(*_rows_and_collator(trainer, trainer.train_dataset)) or find_batches(
+        stock = all(getattr(type(trainer), name) is getattr(Trainer, name) for name in _LOADER)
+        mixes = stock and config.micro_batch_size != 1 and samples_of_step(trainer.args) > trainer.args.world_size
+        found = find_batches(*_rows_and_collator(trainer, trainer.train_dataset), mixes=mixes) or find_batches(
             *_rows_and_collator(trainer, evaluated)
         )
     made_in_step = found is not None and not isinstance(found(1), Mapping)
+    if found is not None and not made_in_step and trainer.train_dataset is not None:
+        _refuse_missing_labels(trainer, found(1))
     tokens = (
         None if found is None else _tokens_to_generate(trainer, found.sample) if made_in_step else found.tokens or 1
     )
@@ -159,6 +166,19 @@ def _batches(trainer: Trainer, config: OSDPConfig, loader: DataLoader[Any] | Non
             " the memory and time to make them. Lower memory_limit to leave room.", type(trainer).__name__,
         )  # fmt: skip
     return None, length
+
+
+def _refuse_missing_labels(trainer: Trainer, batch: Mapping[str, Any]) -> None:
+    """Refuse batches without labels where a model of transformers would return no loss, as the first step would."""
+    assert isinstance(trainer.model, nn.Module)
+    cls = type(without_adapters(trainer.model))
+    names = find_labels(cls) if cls.__module__.startswith("transformers.") and not can_return_loss(cls) else []
+    stock = type(trainer).compute_loss is Trainer.compute_loss and trainer.compute_loss_func is None
+    if stock and names and not any(name in batch for name in names):
+        raise ValueError(
+            f"Batches have {', '.join(batch)} and none of {', '.join(names)}, so that {cls.__name__} returns no loss;"
+            " let the dataset or the collator give labels."
+        )
 
 
 def _rows_and_collator(trainer: Trainer, dataset: Any) -> tuple[Any, Any]:  # noqa: ANN401  of any library

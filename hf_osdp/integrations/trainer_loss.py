@@ -294,16 +294,20 @@ def _examined(trainer: Trainer, fake_model: nn.Module) -> Iterator[None]:
     def last_output(*args: object, **kwargs: object) -> object:
         return tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, requires_grad=False), last[-1])
 
+    def copied(module: nn.Module) -> object:
+        if module is model:
+            return fake_model
+        return last_output if any(map(is_under_plan, module.modules())) else _fake_copy(module, model, fake_model)
+
     handle = fake_model.register_forward_hook(lambda module, args, output: last.__setitem__(slice(None), [output]))
     device = next(fake_model.parameters()).device
     try:
         for name, value in before.items():
-            if value is model or name in ("model", "model_wrapped"):
+            if name in ("model", "model_wrapped"):
                 own[name] = fake_model
-            elif isinstance(value, nn.Module):
-                sharded = any(map(is_under_plan, value.modules()))
-                own[name] = last_output if sharded else _fake_copy(value, model, fake_model)
-            elif name not in _DATA and not any(_modules_in(value)):
+            elif any(_modules_in(value)):
+                own[name] = tree_map_only(nn.Module, copied, value)
+            elif name not in _DATA:
                 own[name] = rebound(value, {id(trainer): trainer, id(model): fake_model})
         own["accelerator"] = _LocalAccelerator(trainer.accelerator, device)
         yield

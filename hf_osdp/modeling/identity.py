@@ -71,10 +71,17 @@ def _configuration_texts(model: nn.Module) -> dict[str, str]:
     return {name: _short(value) for name, value in kept.items() if not name.startswith("_")}
 
 
+def holds_datasets(dataset: object) -> bool:
+    """Return whether a dataset is several of the library `datasets` by name."""
+    return isinstance(dataset, Mapping) and all(hasattr(one, "column_names") for one in dataset.values())
+
+
 def dataset_text(dataset: Any) -> str:  # noqa: ANN401  # anything that a DataLoader accepts
     """Return a text that identifies a dataset: its size, and a checksum of 64 rows spread over it if reading them has
     no side effect; empty without a size.
     """
+    if holds_datasets(dataset):
+        return ", ".join(f"{name} {dataset_text(one)}" for name, one in dataset.items())
     try:
         size = len(dataset)
     except TypeError:

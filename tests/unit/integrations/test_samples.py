@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
-from hf_osdp.integrations.samples import find_batches
+from hf_osdp.integrations.samples import batches_of_loader, find_batches, with_length_of_inputs
+from hf_osdp.preparation.config import OSDPConfig
 
 
 def pad(samples):
@@ -66,6 +67,48 @@ def test_find_batches_takes_nothing_from_streams_and_needs_samples():
     assert find_batches(uncopied, pad) is None and len(list(uncopied)) == 2
     for nothing in (None, [], Stream([]), datasets.Dataset.from_dict({"a": []})):
         assert find_batches(nothing, pad) is None
+
+
+class Keyed(dict):
+    """Has texts as keys, which a sampler of one's own would give."""
+
+
+ROW = {"input_ids": torch.ones(3, dtype=torch.long)}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "line"),
+    [
+        ([], "The dataset has no rows"),
+        (Keyed(a=ROW), "Rows of the dataset make no batch .KeyError"),
+        (
+            [ROW, {"input_ids": torch.ones(4, dtype=torch.long)}],
+            "make no batch .RuntimeError: stack expects each tensor",
+        ),
+        ([ROW, {"ids": torch.ones(3)}], "make no batch .KeyError"),
+    ],
+)
+def test_rows_that_make_no_batch_are_refused_where_a_loader_mixes_all(dataset, line):
+    loader = torch.utils.data.DataLoader(dataset, batch_size=2)
+    with pytest.raises(ValueError, match=line):
+        batches_of_loader(loader, torch.nn.Identity(), None)
+    assert find_batches(dataset, default_collate) is None or len(dataset) == 2
+
+
+def test_own_inputs_say_the_length_of_a_row_also_without_tokens():
+    model = torch.nn.Linear(2, 2)
+    for name, length in (("input", 1), ("input_ids", 8)):
+        config = OSDPConfig(inputs=lambda samples, name=name: {name: torch.zeros(samples, 8, dtype=torch.long)})
+        assert with_length_of_inputs(config, model).sequence_length == length
+    assert with_length_of_inputs(OSDPConfig(), model, known=True).sequence_length is None
+
+
+def test_largest_of_several_datasets_is_found():
+    parts = {
+        name: datasets.Dataset.from_dict({name: [[1] * 4, [1] * length]}) for name, length in (("a", 9), ("b", 5))
+    }
+    batches = find_batches(datasets.DatasetDict(parts), lambda rows: {"input_ids": torch.tensor([*rows[0].values()])})
+    assert (batches.tokens, batches.seen, batches.sample.keys()) == (9, 4, {"a"})
 
 
 class Draws:

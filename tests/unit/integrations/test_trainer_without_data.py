@@ -45,6 +45,20 @@ def test_without_data_the_plan_is_made_when_data_comes(tmp_path):
         made(tmp_path).train()
 
 
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ([], "The dataset has no rows"),
+        ([{"input_ids": row["input_ids"]} for row in rows()], "Batches have input_ids and none of labels"),
+        ([{"input_ids": [1] * n, "labels": [1] * n} for n in (3, 5)], "Rows of the dataset make no batch .ValueError"),
+    ],
+)
+def test_data_that_makes_no_batch_is_refused_before_planning(tmp_path, data, line):
+    given = {"train_dataset": data, "data_collator": transformers.default_data_collator}
+    with pytest.raises(ValueError, match=line):
+        made(tmp_path, **given).train()
+
+
 def test_plan_for_evaluation_trains_with_micro_batch_of_arguments_only(tmp_path):
     trainer = made(tmp_path, eval_dataset=rows(2), osdp={"micro_batch_size": 1})
     trainer.evaluate()
