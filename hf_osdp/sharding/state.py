@@ -8,7 +8,8 @@ shard.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, NoReturn
 
@@ -173,33 +174,52 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_ta
     """
     optimizer, kind = bare_optimizer(optimizer), kind_of(optimizer)
     fresh = not optimizer.state
-    with own_positions():
+    with _for_torch(optimizer):
         _make_states(optimizer)
+        others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
         state: OptimizerState = dict(get_optimizer_state_dict(model, optimizer))
     if fresh and not as_target:
         optimizer.state.clear()
-        state["state"] = {}
+        state["state"], others = {}, {}
     if kind.has_plain_states:
         named = named_parameters(model)
         saved = {name: kind.saved_states(named[name], own) for name, own in state["state"].items()}
         state["state"] = {
             name: {k: _for_checkpoint(v, named[name]) for k, v in own.items()} for name, own in saved.items()
         }
+    state["state"] |= others
     if kind.lr_is_tensor:
         for group in state["param_groups"]:
             group["lr"] = float(group["lr"])
     return merge_optimizer_state(state, model, join=WholeTensor) if is_split(model) else state
 
 
+@contextmanager
+def _for_torch(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Make the optimizer's state dict as torch's functions expect it: of its own parameters only."""
+    hook = optimizer.register_state_dict_post_hook(_without_others)
+    with own_positions():
+        yield
+    hook.remove()
+
+
+def _without_others(optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
+    """Remove states under keys that are no parameters, such as names, which torch's functions do not expect."""
+    held = {key for group in state["param_groups"] for key in group["params"]}
+    state["state"] = {key: own for key, own in state["state"].items() if key in held}
+
+
 def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
     """Set an optimizer's state, in the form that `optimizer_state` returns; parameters without a state are allowed."""
     optimizer, kind = bare_optimizer(optimizer), kind_of(optimizer)
     state = split_optimizer_state(state, model) if is_split(model) else state
+    all_states, state = state["state"], {**state}
+    _without_others(optimizer, state)
     if kind.has_plain_states:
         named = named_parameters(model)
         states = {name: kind.load_states(named[name], own) for name, own in state["state"].items()}
         state = {**state, "state": states}
-    with own_positions():
+    with _for_torch(optimizer):
         if state["state"]:
             set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
         else:
@@ -207,6 +227,7 @@ def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, stat
                 model, optimizer, {**state, "state": get_optimizer_state_dict(model, optimizer)["state"]}
             )
             optimizer.state.clear()
+    optimizer.state.update((key, own) for key, own in all_states.items() if key not in state["state"])
     if kind.lr_is_tensor:
         for group in optimizer.param_groups:
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)

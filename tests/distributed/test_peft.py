@@ -55,6 +55,33 @@ def test_adapters_are_saved_and_loaded_in_pefts_format(tmp_path):
     assert all(weights[name].abs().max() > 0 for name in weights if "lora_B" in name), "which begins at zero"
 
 
+@pytest.mark.parametrize("layout", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+@pytest.mark.on_ranks(2, shared=True)
+def test_optimizer_with_states_by_names_is_saved_and_goes_on(tmp_path, layout):
+    """LoRA-FA's, one for each pair of matrices, which it also needs whole."""
+    from peft.optimizers import create_lorafa_optimizer
+
+    def losses(checkpoint: str | None = None, strategy: str = "osdp") -> list[float]:
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=TARGETS["llama"], task_type="CAUSAL_LM")
+        model = peft.get_peft_model(tiny_model("llama"), config)
+        args = TrainingArguments(
+            str(tmp_path), max_steps=STEPS, save_steps=2, per_device_train_batch_size=2, use_cpu=True, logging_steps=1,
+            report_to="none", disable_tqdm=True, fsdp_config={"state_dict_type": layout, "osdp": {"hardware": "cpu"}},
+        )  # fmt: skip
+        rows = [{name: value[0] for name, value in tiny_batch(step).items()} for step in range(2 * STEPS)]
+        optimizer = create_lorafa_optimizer(model, r=3, lora_alpha=6, lr=0.05)
+        trainer = Trainer(
+            model=model, args=args, train_dataset=rows, optimizers=(optimizer, None), osdp={"strategy": strategy}
+        )
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+    assert losses() == losses(str(tmp_path / "checkpoint-2"))
+    with pytest.raises(ValueError, match="needs them whole"):
+        losses(strategy="fsdp")
+
+
 def test_inputs_are_those_of_the_model_inside():
     model = peft.get_peft_model(tiny_model("bert"), peft.LoraConfig(r=2, target_modules=["query"]))
     batch = training_batch(model, SEQUENCE_LENGTH)(2)

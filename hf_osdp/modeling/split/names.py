@@ -227,7 +227,7 @@ def at_positions(state: Mapping[str, Any]) -> dict[str, Any]:
 def renamed(state: Mapping[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
     """Return an optimizer's state with other keys of its parameters, such as names instead of positions."""
     groups = [{**group, "params": [new[name] for name in group["params"]]} for group in state["param_groups"]]
-    return {"state": {new[name]: own for name, own in state["state"].items()}, "param_groups": groups}
+    return {"state": {new.get(name, name): own for name, own in state["state"].items()}, "param_groups": groups}
 
 
 def _merge_positions(

@@ -76,6 +76,8 @@ def _after_steps(
             for piece, shard in zip(pieces, gradient.chunk(shards, dim), strict=True):
                 piece.grad = shard.to(device, copy=True)
         type(trial).step(trial)
+    if shards > 1 and not all(isinstance(key, torch.Tensor) for key in trial.state):
+        return [torch.full_like(matrix, torch.inf) for matrix in before]  # states by names, not of shards
     return [torch.cat([piece.detach().cpu() for piece in pieces], dim) for pieces in parameters]
 
 
