@@ -26,7 +26,7 @@ from ..planner.plan import Plan
 from ..preparation.config import OSDPConfig
 from ..preparation.plan_run import PlannedRun
 from ..sharding.between_steps import mixing_explained
-from ..sharding.environment import prepare_precision
+from ..sharding.environment import prepare_precision, prepare_to_plan
 from ..sharding.state import free_gathered
 from ..sharding.unit_order import called_alone
 from .accelerator import OSDPAccelerator
@@ -111,6 +111,7 @@ class Trainer(TrainerCheckpoints):
         if self._run is not None:
             return self._run
         assert self._osdp is not None
+        prepare_to_plan(self.model)
         loader = None if self.train_dataset is not None else evaluated
         job, rule = job_of_trainer(self, trains=loader is None, loader=loader)
         prepare_precision(self.model, job.precision)

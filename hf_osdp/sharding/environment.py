@@ -14,12 +14,14 @@ from ..distributed.device import own_gpu
 from ..distributed.launcher import variable
 from ..distributed.mesh import collective_device, rank
 from ..distributed.process_group import prepare_group
+from ..errors import OSDPError
 from ..modeling.build import disable_cache
 from ..modeling.wrapping import has_running_statistics
 from ..planner.description import DType
 from ..planner.plan import Plan
 from ..planner.training_job import Precision
 from .host import host_parameters
+from .replicas import is_under_plan
 
 _log = logging.getLogger(__name__)
 _HALF = (torch.bfloat16, torch.float16)
@@ -47,8 +49,23 @@ def training_device() -> torch.device:
     return own_gpu() if torch.cuda.is_available() else torch.device("cpu")
 
 
+def prepare_to_plan(model: nn.Module) -> None:
+    """Refuse a model that is under a plan, and detach the tensors that its modules hold from an earlier call, as
+    `torch.nn.utils.prune` does: calls make new ones, and a model with a gradient's history cannot be copied.
+    """
+    if any(map(is_under_plan, model.modules())):
+        raise OSDPError(
+            f"{type(model).__name__} is under a plan, or sharded by FSDP2, already; go on with that, or load the model"
+            " anew."
+        )
+    for module in model.modules():
+        held = vars(module)
+        held |= {name: v.detach() for name, v in held.items() if isinstance(v, torch.Tensor) and v.grad_fn is not None}
+
+
 def prepare_model(model: nn.Module, precision: Precision) -> None:
-    """Prepare for the precision, and disable the key-value cache, which only takes memory in training."""
+    """Prepare for a plan and the precision, and disable the key-value cache, which only takes memory in training."""
+    prepare_to_plan(model)
     prepare_precision(model, precision)
     if disable_cache(model):
         _log.info(

@@ -181,9 +181,14 @@ class _Describer:
                     f" {self._dtype.value} ({first_line(error)}). Train it without mixed precision, or in one process,"
                     " which computes under autocast."
                 ) from error
+            remedy = (
+                "A module holds tensors with a gradient's history, as of an earlier call: detach them."
+                if "deepcopy" in str(error)
+                else "Pass inputs that its forward accepts; a custom operator needs a fake kernel (PyTorch's"
+                " register_fake)."
+            )
             raise DescriptionError(
-                f"{self._name} cannot be traced on fake tensors{_where(error)}: {first_line(error)}. Pass inputs that"
-                " its forward accepts; a custom operator needs a fake kernel (PyTorch's register_fake)."
+                f"{self._name} cannot be traced on fake tensors{_where(error)}: {first_line(error)}. {remedy}"
             ) from error
         if split.is_none:
             self._warn_of_idle_units(trace)

@@ -23,8 +23,9 @@ def segments_of(traces: Sequence[Sequence[SegmentRecord]], samples: Samples) -> 
     """Fit segments to one trace per batch size; raise DescriptionError if the traces do not run the same units."""
     if len({tuple(record.unit for record in trace) for trace in traces}) > 1:
         raise DescriptionError(
-            f"The model runs other units with {samples[0]} samples than with {samples[-1]}: its costs are not linear;"
-            f" a loss that runs the model in mini-batches needs mini-batches of more than {samples[-1]} samples."
+            f"The model runs other units with {samples[0]} samples than with {samples[-1]}: which it runs depends on"
+            " the batch, so its costs are not linear. Pass inputs with which it runs all; a loss that runs the model"
+            f" in mini-batches needs mini-batches of more than {samples[-1]} samples."
         )
     by_segment = list(zip(*map(_without_unused, traces), strict=True))
     phases: _Phases = {}

@@ -352,6 +352,16 @@ def test_wrong_world_optimizer_and_forgotten_cpu_are_refused(tmp_path):
             Trainer(model=tiny_model(), args=args, osdp=OSDPConfig(plan=given), **data).train()
 
 
+@pytest.mark.on_ranks(2, shared=True)
+def test_second_trainer_of_a_model_under_a_plan_is_refused(tmp_path):
+    data = {"train_dataset": tokens()}
+    first = Trainer(model=tiny_model(), args=arguments(str(tmp_path), max_steps=1), osdp={"hardware": "cpu"}, **data)
+    first.train()
+    second = Trainer(model=first.model, args=arguments(str(tmp_path), max_steps=1), osdp={"hardware": "cpu"}, **data)
+    with pytest.raises(OSDPError, match=r"GPT2LMHeadModel is under a plan, .* load the model anew"):
+        second.train()
+
+
 class CallsModelToSave(PlannedTrainer):
     """Like sentence-transformers' trainer, whose model card has the output of an example, on the rank that writes."""
 

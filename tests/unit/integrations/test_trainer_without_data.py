@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn.utils import prune
 from transformers import TrainerCallback, TrainingArguments
 
 from hf_osdp.errors import PlanError
@@ -65,6 +66,18 @@ def test_plan_for_evaluation_trains_with_micro_batch_of_arguments_only(tmp_path)
     trainer.train_dataset = rows()
     with pytest.raises(ValueError, match="planned to evaluate, since it had no train_dataset, with 1 samples at once"):
         trainer.train()
+
+
+def test_pruned_model_whose_modules_hold_weights_with_a_history_trains_as_in_stock(tmp_path):
+    def loss(kind):
+        model = tiny_model("llama", layers=2)
+        for layer in model.model.layers:
+            prune.l1_unstructured(layer.mlp.down_proj, "weight", amount=0.5)
+        trainer = made(tmp_path, kind, model, train_dataset=rows(), arguments={"max_steps": 3, "logging_steps": 1})
+        trainer.train()
+        return [(line["loss"], line["grad_norm"]) for line in trainer.state.log_history if "loss" in line]
+
+    assert loss(Trainer) == loss(transformers.Trainer)
 
 
 class Pickles(TrainerCallback):

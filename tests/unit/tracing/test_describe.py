@@ -68,6 +68,26 @@ class Plain(nn.Module):
         return nn.functional.mse_loss(x, target)
 
 
+class Deep(Plain):
+    """As deep as its values say."""
+
+    def forward(self, x, target):
+        for _ in torch.unique(self.layers[0](x).round()):
+            x = self.layers[0](x)
+        return super().forward(x, target)
+
+
+@pytest.mark.parametrize(
+    ("holds", "reason"), [(False, "runs other units .* depends on the batch"), (True, "gradient's history")]
+)
+def test_reason_of_a_model_that_cannot_be_traced_is_said(holds, reason):
+    model = Plain() if holds else Deep()
+    model.held = [model.layers[0](torch.zeros(1, 8))] if holds else []
+    with pytest.raises(DescriptionError, match=reason) as raised:
+        describe(model, sequence_length=1, inputs=lambda n: {"x": torch.zeros(n, 8), "target": torch.zeros(n, 8)})
+    assert "fake kernel" not in str(raised.value)
+
+
 def test_plain_module_is_traced_with_inputs_that_it_takes():
     with pytest.raises(DescriptionError, match=r"Plain is not a transformers model.*pass inputs"):
         describe(Plain(), sequence_length=1)
