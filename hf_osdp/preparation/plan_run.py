@@ -87,6 +87,10 @@ def plan_run(model: nn.Module, job: Job) -> PlannedRun:
             "All parameters are frozen: there is nothing to train; set requires_grad=True on some of them."
         )
     require_same_run(model, job.config, job)
+    if any(getattr(one, "peft_type", "") == "ADALORA" for one in getattr(model, "peft_config", {}).values()):
+        # it reads its matrices whole in forward, and prunes them between steps
+        whole = replace(job.optimizer, name=f"{job.optimizer.name} beside AdaLoRA", needs_whole=True)
+        job = replace(job, optimizer=whole)
     job.check()
     if job.config.inputs is not None:
         check_inputs(job.config.inputs, model)

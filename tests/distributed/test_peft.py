@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from datasets import Dataset
-from transformers import TrainingArguments, default_data_collator
+from transformers import TrainerCallback, TrainingArguments, default_data_collator
 
 from hf_osdp import OSDPConfig, Trainer
 from hf_osdp.modeling.batch import training_batch
@@ -80,6 +80,33 @@ def test_optimizer_with_states_by_names_is_saved_and_goes_on(tmp_path, layout):
     assert losses() == losses(str(tmp_path / "checkpoint-2"))
     with pytest.raises(ValueError, match="needs them whole"):
         losses(strategy="fsdp")
+
+
+@pytest.mark.on_ranks(2, shared=True)
+def test_adalora_keeps_its_matrices_whole(tmp_path):
+    class Allocate(TrainerCallback):
+        def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+            getattr(model, "module", model).base_model.update_and_allocate(state.global_step + 1)
+
+    def logged(osdp: object) -> list[float]:
+        torch.manual_seed(1)
+        config = peft.AdaLoraConfig(
+            init_r=6, target_r=3, tinit=1, tfinal=1, deltaT=1, total_step=8, target_modules=TARGETS["llama"],
+            task_type="CAUSAL_LM",
+        )  # fmt: skip
+        args = TrainingArguments(
+            str(tmp_path), max_steps=STEPS, save_strategy="no", per_device_train_batch_size=2, use_cpu=True,
+            logging_steps=1, report_to="none", disable_tqdm=True, learning_rate=0.05,
+        )  # fmt: skip
+        rows = [{name: value[0] for name, value in tiny_batch(step).items()} for step in range(2 * STEPS)]
+        model = peft.get_peft_model(tiny_model("llama"), config)
+        trainer = Trainer(model=model, args=args, train_dataset=rows, osdp=osdp, callbacks=[Allocate()])
+        trainer.train()
+        return [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
+
+    with pytest.raises(ValueError, match="adamw beside AdaLoRA needs them whole; use osdp or ddp"):
+        logged({"hardware": "cpu", "strategy": "fsdp"})
+    assert logged({"hardware": "cpu", "memory_limit": "2MiB"}) == pytest.approx(logged(False), rel=1e-4)
 
 
 def test_inputs_are_those_of_the_model_inside():
