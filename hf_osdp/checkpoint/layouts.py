@@ -21,6 +21,8 @@ from .safe import check_inside, load_file
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 """The file of a model's weights, and that which lists several, as transformers names them."""
+SPLIT_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+"""Names of whole weights, in one file or in several."""
 _STATE_FILE = re.compile(
     r"optimizer(_\d+)?\.bin|optimizer\.pt|scheduler(_\d+)?\.bin|scheduler\.pt|scaler\.pt|sampler(_\d+)?\.bin|dl_state_dict(_\d+)?\.bin"
     r"|random_states_\d+\.pkl|rng_state(_\d+)?\.pth|custom_checkpoint_\d+\.pkl|trainer_state\.json"
@@ -138,12 +140,19 @@ def _safetensors(path: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{path} cannot be read ({error}); use another checkpoint.") from None
 
 
-def _of_several_files(index: Path) -> dict[str, torch.Tensor]:
-    """Return weights from several files, as transformers writes those of large models."""
+def files_of_index(index: Path) -> list[str]:
+    """Return the files that an index of weights lists. Raise CheckpointError if it cannot be read, or names a file
+    outside of its folder.
+    """
     try:
         names = sorted(set(read_json(index, "index of weights", CheckpointError)["weight_map"].values()))
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{index} cannot be read ({type(error).__name__}: {error}); use another checkpoint."
         ) from None
-    return {name: value for file in names for name, value in _safetensors(index.parent / check_inside(file)).items()}
+    return [check_inside(name) for name in names]
+
+
+def _of_several_files(index: Path) -> dict[str, torch.Tensor]:
+    """Return weights from several files, as transformers writes those of large models."""
+    return {name: value for file in files_of_index(index) for name, value in _safetensors(index.parent / file).items()}

@@ -37,7 +37,7 @@ from .folders import (
     numbered_checkpoints,
     restore_replaced,
 )
-from .layouts import find_model, find_optimizer
+from .layouts import SPLIT_WEIGHTS, WEIGHTS_INDEX, files_of_index, find_model, find_optimizer
 from .safe import special_file
 
 _log = logging.getLogger(__name__)
@@ -207,15 +207,26 @@ def _damage(folder: Path) -> str | None:
             if problem := special_file(path):
                 return f"{path.relative_to(folder)} {problem}"
         try:
-            manifest = Manifest.load(folder)
+            files = manifest.files if (manifest := Manifest.load(folder)) else {}
+            replaced = _split_anew(folder, files)
         except CheckpointError as error:
             return str(error).rstrip(".")
-        return sorted(manifest.files.items()) if manifest else []
+        return sorted(item for item in files.items() if item[0] not in replaced)
 
     files = on_rank_zero(listed)
     if isinstance(files, str):
         return files
     return next(filter(None, all_gather_objects(damage(folder, files[rank() :: world_size()]))), None)
+
+
+def _split_anew(folder: Path, files: Mapping[str, FileRecord]) -> set[str]:
+    """Return which recorded files of weights a user has replaced by others, which an index of his own lists."""
+    index = folder / WEIGHTS_INDEX
+    if not files or not index.is_file() or FileRecord.of(index) == files.get(WEIGHTS_INDEX):
+        return set()
+    if missing := [name for name in files_of_index(index) if not (folder / name).is_file()]:
+        raise CheckpointError(f"{missing[0]}, which {WEIGHTS_INDEX} lists, is missing")
+    return {name for name in files if SPLIT_WEIGHTS.fullmatch(name)}
 
 
 def restarted_launches() -> set[str]:
