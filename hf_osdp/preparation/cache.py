@@ -106,11 +106,14 @@ def warnings_of_package() -> Iterator[list[str]]:
 
 
 def cache_folder() -> Path | None:
-    """Return the cache's folder; None if the cache is off."""
+    """Return the cache's folder; None if the cache is off, or the user has no home, as in some containers."""
     value = variables().get("OSDP_CACHE")
     if value is not None and value != "1":  # 1 switches the cache on; it is not a folder's name
         return None if value in ("", "0") else Path(value)
-    return Path(variable("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hf_osdp"
+    try:
+        return Path(variable("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hf_osdp"
+    except RuntimeError:
+        return None
 
 
 def _key(model: nn.Module, options: DescribeOptions) -> str:

@@ -161,6 +161,13 @@ def test_damaged_file_is_made_again_and_old_ones_make_room(described, tmp_path, 
     assert len(list((tmp_path / "kept").iterdir())) == 1
 
 
+def test_user_without_a_home_has_no_cache(monkeypatch):
+    for name in ("OSDP_CACHE", "HF_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])  # no entry, as for a container's user
+    assert cache.cache_folder() is None
+
+
 @pytest.mark.parametrize("kept", ["0", "/dev/null/nowhere"])
 def test_without_a_folder_nothing_is_kept(described, monkeypatch, kept):
     monkeypatch.delenv("OSDP_CACHE")
