@@ -154,8 +154,11 @@ def lock_checkpoints(parent: Path, name: str | None = None) -> None:
     `unlock_checkpoints` or the process ends.
 
     Finish or remove what an interrupted run left. Raise CheckpointError if another run writes them and does not end
-    within a minute.
+    within a minute, or a file has a checkpoint's name.
     """
+    named = [parent / name] if name else [path for path in parent.glob("*") if _NUMBERED.fullmatch(path.name)]
+    if file := next(filter(Path.is_file, named), None):
+        raise CheckpointError(f"{file} is a file, where a checkpoint may come; rename it, or give another folder.")
     path = _lock_path(parent, name)
     if path in _locks:
         return

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 import re
 import stat
@@ -31,6 +32,23 @@ _NUMPY_TYPES: list[Any] = [multiarray._reconstruct, np.ndarray, np.dtype, type(n
 """Types in the pickled state of numpy's generator."""
 _MOST_DIMS = 16
 """No model's tensor has more; a chunk has 2**dims corners."""
+
+
+def save_file(state: object, path: Path) -> None:
+    """Write a file by `torch.save`, whose error on a full disk names neither the file nor the reason."""
+    try:
+        torch.save(state, path)
+    except RuntimeError as error:
+        raise (full_disk(path) if is_full_disk(error) else error) from None
+
+
+def is_full_disk(error: Exception) -> bool:
+    """Return whether an error of `torch.save`, or of safetensors, says that a file could not be written whole."""
+    return any(part in str(error) for part in ("inline_container.cc", "PytorchStreamWriter", "os error"))
+
+
+def full_disk(path: Path) -> OSError:
+    return OSError(errno.ENOSPC, "the disk is full, or a quota is reached; free some space", str(path))
 
 
 def load_file(path: Path, *, numpy: bool = False) -> Any:  # noqa: ANN401  # whatever the file contains

@@ -46,7 +46,7 @@ from ..sharding.state import (
 )
 from . import layouts
 from .resume import check_checkpoint, warn_of_changes
-from .safe import SafePlanner, SafeReader, load_file
+from .safe import SafePlanner, SafeReader, load_file, save_file
 from .writer import CheckpointWriter, Staging, on_every_rank, on_first_rank
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
@@ -89,7 +89,7 @@ def save_model(
     if sharded:
         write_shards(layouts.model_path(folder, index, sharded=True), {_MODEL: state}, files)
     else:
-        on_first_rank(lambda: torch.save(state, layouts.model_path(folder, index, sharded=False)))
+        on_first_rank(lambda: save_file(state, layouts.model_path(folder, index, sharded=False)))
 
 
 def save_optimizer(
@@ -112,7 +112,7 @@ def save_optimizer(
         )
         return
     whole = full_optimizer_state_dict(model, optimizer)
-    on_first_rank(lambda: torch.save(whole, layouts.optimizer_path(folder, index, sharded=False)))
+    on_first_rank(lambda: save_file(whole, layouts.optimizer_path(folder, index, sharded=False)))
 
 
 def write_shards(path: Path, state: dict[str, Any], files: FileSystem | None) -> None:
@@ -334,7 +334,7 @@ def save_plain(path: Path, state: object, owner: str) -> None:
     """Write a state; raise CheckpointError, which names its owner, if it could not be read again without unpickling
     code.
     """
-    torch.save(state, path)
+    save_file(state, path)
     try:
         load_file(path, numpy=True)
     except CheckpointError:
@@ -384,7 +384,7 @@ def save_random_states(folder: Path, rank: int) -> None:
     }
     if torch.cuda.is_available():
         states["torch_cuda_manual_seed"] = torch.cuda.get_rng_state_all()
-    torch.save(states, folder / f"random_states_{rank}.pkl")
+    save_file(states, folder / f"random_states_{rank}.pkl")
 
 
 def load_random_states(folder: Path, rank: int) -> None:

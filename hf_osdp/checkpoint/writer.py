@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from ..distributed.consensus import on_rank_zero
@@ -35,14 +36,13 @@ from .folders import (
     unlock_checkpoints,
 )
 from .resume import record_first, recorded_training
+from .safe import full_disk, is_full_disk
 
 _SHARD = re.compile(r"__\d+_\d+\.distcp")
 """Names of a rank's files in torch.distributed.checkpoint."""
 _VISIBLE_S = 10.0
 """How long a new folder may take to become visible on another machine."""
 _LONGEST_WRITE = timedelta(hours=24)
-_TORCH_WRITER = "PytorchStreamWriter"
-"""Part of the message of `torch.save` if the disk is full."""
 T = TypeVar("T")
 
 
@@ -114,10 +114,10 @@ class CheckpointWriter:
             problem = None
             try:
                 yield staging
-            except (OSError, RuntimeError) as error:
-                if not isinstance(error, OSError) and _TORCH_WRITER not in str(error):
+            except (OSError, RuntimeError, SafetensorError) as error:
+                if not isinstance(error, OSError) and not is_full_disk(error):
                     raise  # other ranks may be in a collective
-                problem = _message(error)
+                problem = _message(error if isinstance(error, OSError) else full_disk(folder))
             _checked(all_gather_objects(problem))  # rank 0 then computes checksums of files that other ranks wrote
         except BaseException:
             if rank() == 0:
