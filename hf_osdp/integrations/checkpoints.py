@@ -69,6 +69,9 @@ class AcceleratorCheckpoints(Accelerator):
     _writer: CheckpointWriter
     _schedules: WeakKeyDictionary[AcceleratedScheduler, Schedule]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_schedules": dict(self._schedules)}  # weak references cannot be pickled
+
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """Save as `Accelerator.save_state`; the folder appears when it is complete. Other files in it stay.
 
