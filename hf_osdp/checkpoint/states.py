@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank
 from ..distributed.process_group import gloo_group
-from ..errors import CheckpointError, one_line
+from ..errors import CheckpointError, first_line, one_line
 from ..modeling.identity import optimizer_texts
 from ..modeling.split.names import merged_names
 from ..modeling.units import canonical_name, named_parameters
@@ -344,6 +344,23 @@ def save_plain(path: Path, state: object, owner: str) -> None:
         ) from None
 
 
+def load_plain(path: Path, owner: Stateful) -> None:
+    """Load a state that `save_plain` or the stock classes wrote; raise CheckpointError if it is not its owner's."""
+    load_into(owner, load_file(path, numpy=True), path)
+
+
+def load_into(owner: Stateful, state: Any, path: Path) -> None:  # noqa: ANN401  # whatever the file contains
+    """Load a state that was read from a file; raise CheckpointError if it is of another kind."""
+    try:
+        owner.load_state_dict(state)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        kind = type(getattr(owner, "scheduler", owner)).__name__
+        raise CheckpointError(
+            f"{path} is not the state of a {kind} ({first_line(error)}); make the one that was saved, or use another"
+            " checkpoint."
+        ) from None
+
+
 def load_loop(
     folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, *,
     others: Mapping[str, Stateful], writer: CheckpointWriter | None = None,
@@ -371,7 +388,7 @@ def load_loop(
     load_model(folder, model)
     load_optimizer(folder, model, optimizer)
     for name, owner in others.items():
-        owner.load_state_dict(rest[name])
+        load_into(owner, rest[name], folder / name)
     load_random_states(folder, rank())
     return dict(rest.get(PROGRESS_NAME, {}))
 

@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils.constants import SCHEDULER_NAME
 from torch import nn
 from torch.optim.lr_scheduler import (
     LRScheduler,
@@ -33,11 +34,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..checkpoint.folders import Manifest, numbered_checkpoints, remove_checkpoint
 from ..checkpoint.layouts import find_model, is_of_one_process
 from ..checkpoint.resume import check_checkpoint, last_checkpoint, warn_of_changes
-from ..checkpoint.safe import load_file
 from ..checkpoint.states import (
     Stateful,
     load_model,
     load_optimizer,
+    load_plain,
     load_random_states,
     save_model,
     save_optimizer,
@@ -133,15 +134,18 @@ class AcceleratorCheckpoints(Accelerator):
             _refuse_unused("load_state", kwargs.keys() - {"map_location"})
         warn_of_changes(folder, self._settings(), None if self.planned_run is None else self.planned_run.plan)
         keep_whole_positions(self._models, self._optimizers)
-        hidden: dict[str, Any] = {"_custom_objects": _Counted(self._custom_objects)}
-        hidden |= {"_models": [], "_optimizers": []} if own else {}
+        hidden: dict[str, Any] = {
+            name: _Counted(getattr(self, name)) for name in ("_custom_objects", "_schedulers")
+        } | ({"_models": [], "_optimizers": []} if own else {})
         for index, model in enumerate(self._models if own else ()):
             load_model(folder, model, index=index)
         try:
             with replaced(self, **hidden):
                 super().load_state(str(folder), load_kwargs, **kwargs)
+            for index, scheduler in enumerate(self._schedulers):
+                load_plain(folder / f"{SCHEDULER_NAME}{f'_{index}' if index else ''}.bin", scheduler)
             for index, obj in enumerate(self._custom_objects):
-                obj.load_state_dict(load_file(_custom_file(folder, index), numpy=True))
+                load_plain(_custom_file(folder, index), obj)
             for index, optimizer in enumerate(self._optimizers if own else ()):
                 load_optimizer(folder, model_of(optimizer, self._models), optimizer, index=index)
         except FileNotFoundError as error:

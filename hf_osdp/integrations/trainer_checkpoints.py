@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers.trainer
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -20,8 +19,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..checkpoint.folders import numbered_checkpoints, remove_checkpoint, unlock_checkpoints
 from ..checkpoint.layouts import find_model, is_of_one_process
 from ..checkpoint.resume import check_checkpoint, checkpoint_to_resume, own_checkpoints, warn_of_changes
-from ..checkpoint.safe import load_file
-from ..checkpoint.states import load_model, load_optimizer, load_random_states, save_model, save_optimizer
+from ..checkpoint.safe import save_file
+from ..checkpoint.states import load_model, load_optimizer, load_plain, load_random_states, save_model, save_optimizer
 from ..distributed.consensus import on_rank_zero, require_same
 from ..distributed.stop import StopSignal
 from ..errors import CheckpointError
@@ -103,7 +102,7 @@ class TrainerCheckpoints(transformers.Trainer):
         save_model(folder, self.model, trainable_only=adapted, **options)
         save_optimizer(folder, self.model, self.optimizer, **options)
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), folder / transformers.trainer.SCHEDULER_NAME)
+            save_file(self.lr_scheduler.state_dict(), folder / transformers.trainer.SCHEDULER_NAME)
 
     def _remove_old_checkpoints(self, run_dir: Path, new: Path | None = None) -> None:
         """Remove checkpoints over the limit: those of earlier trainings first, then the oldest, never the last
@@ -129,7 +128,7 @@ class TrainerCheckpoints(transformers.Trainer):
             return
         folder = Path(checkpoint)
         load_optimizer(folder, self.model, self.optimizer)
-        self.lr_scheduler.load_state_dict(load_file(folder / transformers.trainer.SCHEDULER_NAME))
+        load_plain(folder / transformers.trainer.SCHEDULER_NAME, self.lr_scheduler)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:  # noqa: ANN401
         """Load as the stock Trainer, with weights from any layout."""
@@ -255,7 +254,7 @@ def _check_step(folder: Path) -> None:
     """Refuse a checkpoint that says another step than its name, as of the stock Trainer without checksums."""
     number = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
     path, step = folder / TRAINER_STATE, None
-    with suppress(ValueError, TypeError, OSError):  # no JSON, or other fields
+    with suppress(ValueError, TypeError, OSError, RecursionError):  # no JSON, or other fields
         if not path.exists():
             return
         step = TrainerState.load_from_json(str(path)).global_step

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import pickle
+import resource
+from contextlib import contextmanager
 
 import pytest
 import torch
+from accelerate.state import GradientState
 from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback, TrainingArguments
@@ -82,9 +86,12 @@ def test_trainer_refuses_damaged_path_and_takes_the_one_before(tmp_path, caplog)
     assert "was saved with" not in caplog.text
     divided = tmp_path / "checkpoint-3"
     divide_weights(divided)
-    with pytest.raises(CheckpointError, match=r"checkpoint-3 is damaged: model.safetensors is missing"):
+    (divided / "model-00001-of-00002.safetensors").rename(tmp_path / "kept")
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-3 is damaged: model-00001-of-00002.safetensors, which .* is"
+    ):
         planned(tmp_path).train(resume_from_checkpoint=str(divided))
-    (divided / MANIFEST_NAME).unlink()  # the remedy that docs/troubleshooting.md gives
+    (tmp_path / "kept").rename(divided / "model-00001-of-00002.safetensors")
     again = planned(tmp_path)
     again.train(resume_from_checkpoint=str(divided))
     assert again.state.global_step == 4, "went on from checkpoint-3"
@@ -99,6 +106,59 @@ def test_trainer_refuses_damaged_path_and_takes_the_one_before(tmp_path, caplog)
         planned(tmp_path / "empty").train(resume_from_checkpoint=True)
 
 
+@pytest.mark.parametrize("state", [{"last_epoch": 1}, [1, 2], "text"])
+def test_state_of_another_schedule_is_refused_with_its_file(tmp_path, state):
+    planned(tmp_path, max_steps=1).train()
+    file = tmp_path / "checkpoint-1" / "scheduler.pt"
+    torch.save(state, file)
+    (tmp_path / "checkpoint-1" / MANIFEST_NAME).unlink()
+    with pytest.raises(
+        CheckpointError, match=rf"{file} is not the state of a LambdaLR .*; make the one that was saved"
+    ):
+        planned(tmp_path, max_steps=1).train(resume_from_checkpoint=str(file.parent))
+
+
+def test_file_in_a_checkpoints_place_is_kept_and_named(tmp_path):
+    (tmp_path / "checkpoint-2").write_text("a user's")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="checkpoint-2 is a file, where a checkpoint may come; rename it"):
+            planned(tmp_path).train()
+    assert (tmp_path / "checkpoint-2").read_text() == "a user's" and names(tmp_path) == ["checkpoint-2"]
+
+
+@contextmanager
+def full_disk():
+    """No file may grow beyond some bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_full_disk_is_named_with_the_file(tmp_path):
+    line = r"the disk is full, or a quota is reached; free some space: '.*/{}'"
+    made = planned(tmp_path)
+    made.plan  # noqa: B018  # beforehand
+    with full_disk(), pytest.raises(CheckpointError, match=line.format("checkpoint-1")):
+        made.train()
+    with (
+        full_disk(),
+        pytest.raises(CheckpointError, match=line.format("checkpoint-7/pytorch_model_fsdp.bin")),
+    ):
+        saved(tmp_path / "checkpoint-7", sharded=False)
+    assert names(tmp_path) == []
+
+
+def test_nested_state_of_the_trainer_is_damage(tmp_path):
+    planned(tmp_path, max_steps=1).train()
+    (tmp_path / "checkpoint-1" / MANIFEST_NAME).unlink()
+    (tmp_path / "checkpoint-1" / "trainer_state.json").write_text("[" * 10**5)
+    with pytest.raises(CheckpointError, match=r"checkpoint-1 is damaged: trainer_state.json says step None"):
+        planned(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
 class Counter:
     def __init__(self, value):
         self.value = value
@@ -108,6 +168,14 @@ class Counter:
 
     def load_state_dict(self, state):
         self.value = state["value"]
+
+
+def test_accelerator_can_be_pickled_as_the_stock_one():
+    GradientState._reset_state()  # other tests' loaders
+    accelerator = OSDPAccelerator(cpu=True)
+    accelerator.prepare(torch.utils.data.DataLoader(torch.zeros(4, 2), batch_size=2))
+    again = pickle.loads(pickle.dumps(accelerator))
+    assert vars(again.state) == vars(accelerator.state) and again.config == accelerator.config
 
 
 def test_save_state_follows_accelerates_own_naming(tmp_path):
