@@ -35,7 +35,8 @@ _NOT_IN_FSDP2 = (
     "param_init_fn",
 )
 DECIDED = {
-    **dict.fromkeys(("reshard_after_forward", "sharding_strategy"), "use OSDPConfig(strategy=...)"),
+    "sharding_strategy": "use OSDPConfig(strategy=...)",
+    "reshard_after_forward": "use OSDPConfig(strategy=...) in its place, or in that of fsdp='shard_grad_op'",
     **dict.fromkeys(
         (
             "auto_wrap_policy",

@@ -17,8 +17,12 @@ from .launch import launch_request
 from .plugin import TAKEN, compiled_modules, refuse_decided
 
 _log = logging.getLogger(__name__)
-_ADDED_BY_TRANSFORMERS = ("min_num_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
-"""Entries that transformers itself adds to `fsdp_config` with a value that turns them off."""
+_ADDED_BY_TRANSFORMERS = {
+    **dict.fromkeys(("min_num_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt"), 0), "reshard_after_forward": True,
+}  # fmt: skip
+"""Entries that transformers itself adds to `fsdp_config`, for `fsdp="full_shard"` too, with values that ask for
+nothing.
+"""
 
 
 def warn(args: TrainingArguments, line: str, *values: object) -> None:
@@ -61,9 +65,7 @@ def requested_options(
 
 
 def _refuse_ignored(fsdp_config: Mapping[str, Any]) -> None:
-    """Refuse entries of `fsdp_config` that would have no effect; accept those that transformers adds itself, if
-    they are off.
-    """
+    """Refuse entries of `fsdp_config` that would have no effect; accept those that transformers adds itself."""
     if fsdp_config.get("version", 2) not in (2, "2"):
         raise ValueError(
             f"fsdp_config has version={fsdp_config['version']!r}, which cannot run a plan; leave it out or use 2."
@@ -71,7 +73,7 @@ def _refuse_ignored(fsdp_config: Mapping[str, Any]) -> None:
     set_here = {
         name: value
         for name, value in fsdp_config.items()
-        if name not in _ADDED_BY_TRANSFORMERS or value not in (0, None)
+        if name not in _ADDED_BY_TRANSFORMERS or value not in (_ADDED_BY_TRANSFORMERS[name], None)
     }
     refuse_decided(set_here)
     known = ("osdp", "version", "auto_wrap_policy", *TAKEN)

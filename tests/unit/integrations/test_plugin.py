@@ -127,6 +127,15 @@ def test_requested_options_reads_the_file_of_fsdp_config(tmp_path):
     assert plugin_options(args) == {"state_dict_type": "SHARDED_STATE_DICT"}
 
 
+def test_fsdp_of_arguments_asks_for_nothing_but_shard_grad_op(tmp_path):
+    for fsdp in (True, "full_shard", "full_shard auto_wrap"):
+        assert requested_options({"strategy": "ddp"}, TrainingArguments(str(tmp_path), fsdp=fsdp)) == {
+            "strategy": "ddp"
+        }
+    with pytest.raises(ValueError, match=r"reshard_after_forward=False is decided by the plan.*fsdp='shard_grad_op'"):
+        requested_options(True, TrainingArguments(str(tmp_path), fsdp="shard_grad_op"))
+
+
 def test_torch_compile_of_arguments_is_an_option_of_plans(tmp_path):
     for asked in (True, False):
         args = arguments(tmp_path, torch_compile=asked)
