@@ -41,7 +41,7 @@ def model():
 
 
 def rows():
-    return Dataset.from_dict({"input_ids": [[1] * 8, [2] * 16], "labels": [[1] * 8, [2] * 16]})
+    return Dataset.from_dict({name: [[1] * 16, [2] * 16] for name in ("input_ids", "labels")})
 
 
 def arguments(tmp_path, **options):
