@@ -32,7 +32,7 @@ from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import reason_against_unit_steps
 from .checkpoints import is_adapted
 from .micro_batches import reason_against_cuts
-from .samples import Batches, find_batches, row_tokens, tokens_of, with_length_of_inputs
+from .samples import Batches, find_batches, row_tokens, with_length_of_inputs
 from .trainer_arguments import planned_arguments, samples_of_step, warn
 from .trainer_loss import MicroBatchRule, bytes_of_other_models, micro_batch_rule, traced_loss
 
