@@ -89,7 +89,7 @@ class StockTrainer(ExactLosses, transformers.Trainer):
 def history(trainer) -> dict[str, list[float]]:
     """Loss and gradient norm of each step, over all ranks."""
     losses = torch.stack(trainer.micro_losses)
-    parts = trainer.args.gradient_accumulation_steps
+    parts = trainer.plan.accumulation_steps if hasattr(trainer, "plan") else trainer.args.gradient_accumulation_steps
     losses = losses.view(-1, parts).sum(1)
     if dist.is_initialized():
         dist.all_reduce(losses)
