@@ -1,34 +1,45 @@
 """Cut the batches of an optimizer step, as the stock Trainer loads them, into the micro-batches that a plan runs.
 
 So each rank trains on the samples of its stock step, also in the last step of an epoch, and collators draw the same
-random numbers.
+random numbers. Rows keep the columns that the collator gave them; only under a budget of tokens are columns of padding
+cut off and added.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby
-from math import lcm
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.functional import pad
+from transformers import PreTrainedConfig
 
 from ..distributed.mesh import collective_device, world_size
 from ..errors import OSDPError
 from ..planner.token_budget import TokenBudget
 
-_MASK, _LABELS, _IGNORED = "attention_mask", ("labels", "shift_labels"), -100
+_MASK, _IDS, _LABELS, _IGNORED = "attention_mask", "input_ids", "labels", -100
 _OF_TOKENS = {
-    _MASK, *_LABELS, "decoder_attention_mask", "decoder_input_ids", "input_ids", "position_ids",
+    _MASK, _IDS, _LABELS, "decoder_attention_mask", "decoder_input_ids", "position_ids", "shift_labels",
     "special_tokens_mask", "token_type_ids",
 }  # fmt: skip
 """Fields with a value for each token."""
+DEPEND_ON_PADDING = {
+    "big_bird", "bigbird_pegasus", "canine", "convbert", "cpmant", "fnet", "funnel", "mobilebert", "mra",
+    "nystromformer", "paligemma", "prophetnet", "reformer", "xlnet", "yoso",
+}  # fmt: skip
+"""Model types whose outputs change with columns of padding: convolutions, pooling, Fourier transforms, random or
+hashed blocks, summaries at the last column (`tests/zoo/test_padding.py` tries the others).
+"""
 _PICTURES = 4
-"""Dimensions of a batch of pictures, which are alike in all batches."""
+"""Dimensions of a batch of pictures."""
 
 Batch = Mapping[str, torch.Tensor]
+Part = tuple[dict[str, torch.Tensor], float]
+"""A micro-batch, and the share of a batch's loss that it has if losses are means over samples."""
 
 
 def reason_against_cuts(batch: Any, *, samples: int | None = None, by_length: bool = False) -> str | None:  # noqa: ANN401  what a collator returns
@@ -37,97 +48,147 @@ def reason_against_cuts(batch: Any, *, samples: int | None = None, by_length: bo
     """
     if not isinstance(batch, Mapping) or not batch:
         return "its batches are no mappings of tensors"
-    mask, rows = batch.get(_MASK), samples
+    rows = samples
     for name, value in batch.items():
         if not isinstance(value, torch.Tensor) or not value.dim() or value.shape[0] != (rows := rows or len(value)):
             return f"{name!r} of its batches has no row for each sample"
-        alike = value.dim() == 1 or (value.dim() == _PICTURES and value.is_floating_point())
-        if not alike and not (name in _OF_TOKENS and value.dim() == 2):
+        of_pictures = value.dim() == _PICTURES and value.is_floating_point() and _IDS not in batch
+        if not (value.dim() == 1 or of_pictures or (name in _OF_TOKENS and value.dim() == 2)):
             return f"{name!r} of its batches may have a value for each token"
-    if by_length and mask is None:
+    if by_length and (_MASK not in batch or _IDS not in batch):
         return f"its batches have no {_MASK}, which says where a sample ends"
     return None
 
 
 def micro_batches(
-    batches: Sequence[Batch], size: int, budget: TokenBudget | None = None
-) -> list[tuple[dict[str, torch.Tensor], float]]:
-    """Cut the batches of this rank's step. Collective with a budget.
+    batches: Sequence[Batch], size: int, budget: TokenBudget | None = None, *, averages: bool, pad_token: int = 0
+) -> list[Part]:
+    """Cut the batches of this rank's step, into as many micro-batches as every other rank. Collective.
 
     Args:
         batches: as the stock Trainer runs them, each with padding to its own longest sample.
-        size: samples of a micro-batch.
-        budget: decides in place of `size`, and takes samples from long to short.
+        size: most samples of a micro-batch. Batches of equal shapes are joined to reach it.
+        budget: decides in place of `size`, takes samples from long to short, and joins all of them.
+        averages: whether losses are means over samples.
+        pad_token: what `input_ids` are filled with where rows become longer.
 
     Returns:
-        Micro-batches, without columns that only hold padding, each with its samples as a share of a batch's.
+        Micro-batches, each with its samples as a share of those of a batch.
 
     Raises:
-        OSDPError: a batch cannot be cut, though the one seen before training could.
+        OSDPError: on all ranks, if a batch cannot be cut, though the one seen before training could.
     """
-    reasons = (reason_against_cuts(batch, by_length=budget is not None) for batch in batches)
-    if (reason := next(filter(None, reasons), None)) is not None:
-        raise OSDPError(
-            f"A step cannot be cut into the plan's micro-batches: {reason}; set OSDPConfig(micro_batch_size=...) to"
-            " the samples of the arguments' batches."
-        )
-    parts = []
-    for rows, alike in groupby(batches, _rows):
-        group = list(alike)
-        together = len(group) if budget is not None else lcm(rows, size) // rows
-        for first in range(0, len(group), together):
-            cut = _cut(_joined(group[first : first + together]), size, budget)
-            parts += [(part, _rows(part) / rows) for part in cut]
-    return parts
+    rows = [_rows(batch) for batch in batches]
+    if budget is not None and world_size() == 1 and len(set(rows)) > 1:  # the last batch of an epoch
+        options: dict[str, Any] = {"averages": averages, "pad_token": pad_token}
+        groups = [list(group) for _, group in groupby(batches, _rows)]
+        return [part for group in groups for part in micro_batches(group, size, budget, **options)]
+    reasons = (_reason_against(batch, averages=averages, by_length=budget is not None) for batch in batches)
+    reason = next(filter(None, reasons), None)
+    if budget is not None and len(set(rows)) > 1:
+        reason = reason or "its batches have different numbers of samples"
+    if reason is not None:
+        _agreed(1, 0, 0)
+        raise _uncut(reason)
+    shapes = {tuple((name, value.dtype, value.shape) for name, value in batch.items()) for batch in batches}
+    if budget is None:
+        unlike, count = int(len(shapes) > 1), sum(-(-number // size) for number in rows)
+    else:
+        joined = _joined(batches, pad_token)
+        lengths, order = _lengths(joined)
+        unlike, count = 0, len(budget.cut(lengths))
+    failed, unlike, most, least = _agreed(0, unlike, count)
+    if failed or (budget is None and least < most):
+        raise _uncut("another rank cannot cut its own" if failed else "ranks have different numbers of samples")
+    if budget is not None:
+        return _by_length(joined, order, lengths, budget.cut(lengths, parts=most), rows[0])
+    together = size // rows[0]
+    if unlike or together < 2:
+        return [part for batch in batches for part in _chunks(batch, size)]
+    joins = [batches[first : first + together] for first in range(0, len(batches), together)]
+    return [(dict(_joined(join)), float(len(join))) for join in joins]
+
+
+def _uncut(reason: str) -> OSDPError:
+    return OSDPError(
+        f"A step cannot be cut into the plan's micro-batches: {reason}; set batch_by_tokens=False, and"
+        " micro_batch_size to the samples of the arguments' batches."
+    )
+
+
+def _agreed(failed: int, unlike: int, count: int) -> list[int]:
+    """Return the largest values of all ranks, and their least `count`. Collective."""
+    values = [failed, unlike, count, -count]
+    if world_size() > 1:
+        tensor = torch.tensor(values, device=collective_device())
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        values = tensor.tolist()
+    return [*values[:3], -values[3]]
+
+
+def pad_token_of(model: nn.Module) -> int:
+    """Return the id that stands for padding in a model's `input_ids`; 0 if it has none, as its results then do not
+    depend on it.
+    """
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
+    return getattr(text, "pad_token_id", None) or 0
 
 
 def _rows(batch: Batch) -> int:
     return len(next(iter(batch.values())))
 
 
-def _joined(batches: Sequence[Batch]) -> Batch:
-    """Join the samples of batches, with padding to the longest one."""
+def _chunks(batch: Batch, size: int) -> list[Part]:
+    """Cut a batch without changing its columns."""
+    cuts = (
+        {name: value[start : start + size] for name, value in batch.items()} for start in range(0, _rows(batch), size)
+    )
+    return [(cut, _rows(cut) / _rows(batch)) for cut in cuts]
+
+
+def _reason_against(batch: Batch, *, averages: bool, by_length: bool) -> str | None:
+    if (reason := reason_against_cuts(batch, by_length=by_length)) is not None:
+        return reason
+    labels = batch.get(_LABELS)
+    if averages and labels is not None and labels.dim() == 1 and bool((labels == _IGNORED).any()):
+        return "some of its samples have no label, and so weigh nothing in the loss"
+    padded_left = by_length and bool((batch[_MASK][:, 1:] > batch[_MASK][:, :-1]).any())
+    return "its samples are padded on the left" if padded_left else None
+
+
+def _joined(batches: Sequence[Batch], pad_token: int = 0) -> Batch:
+    """Join the samples of batches, with padding on the right to the longest one."""
     if len(batches) == 1:
         return batches[0]
     joined = {}
     for name in batches[0]:
         values = [batch[name] for batch in batches]
         if name in _OF_TOKENS and values[0].dim() == 2:
-            widest, filler = max(value.shape[1] for value in values), _IGNORED if name in _LABELS else 0
+            widest = max(value.shape[1] for value in values)
+            filler = pad_token if name == _IDS else _IGNORED if "labels" in name else 0
             values = [pad(value, (0, widest - value.shape[1]), value=filler) for value in values]
         joined[name] = torch.cat(values)
     return joined
 
 
-def _cut(batch: Batch, size: int, budget: TokenBudget | None) -> list[dict[str, torch.Tensor]]:
-    order, lengths, rows = None, None, _rows(batch)
-    mask = batch.get(_MASK)
-    if mask is not None:
-        used = mask != 0
-        for labels in (batch[name] for name in _LABELS if name in batch and batch[name].shape == mask.shape):
-            used = used | (labels != _IGNORED)
-        last = (used * torch.arange(1, used.shape[1] + 1, device=used.device)).amax(1)
-        if budget is not None:
-            last, order = last.sort(descending=True, stable=True)
-        lengths = [max(1, length) for length in last.tolist()]
-    if budget is None or lengths is None:
-        sizes = [size] * (rows // size) + [rows % size] * (rows % size > 0)
-    else:
-        sizes = budget.cut(lengths)
-        if world_size() > 1:
-            count = torch.tensor(len(sizes), device=collective_device())
-            dist.all_reduce(count, op=dist.ReduceOp.MAX)
-            sizes = budget.cut(lengths, parts=int(count))
+def _lengths(batch: Batch) -> tuple[list[int], torch.Tensor]:
+    """Return the samples' tokens, from long to short, and which samples these are."""
+    mask = batch[_MASK]
+    used = mask != 0
+    for labels in (value for name, value in batch.items() if "labels" in name and value.shape == mask.shape):
+        used = used | (labels != _IGNORED)
+    last = (used * torch.arange(1, used.shape[1] + 1, device=used.device)).amax(1)
+    longest, order = last.sort(descending=True, stable=True)
+    return [max(1, length) for length in longest.tolist()], order
+
+
+def _by_length(batch: Batch, order: torch.Tensor, lengths: list[int], sizes: list[int], rows: int) -> list[Part]:
+    """Cut samples in this order, without columns that only hold padding; a batch has had so many rows."""
     parts = []
     for start, end in zip([0, *accumulate(sizes)], accumulate(sizes), strict=False):
-        chosen: Any = slice(start, end) if order is None else order[start:end]
-        part = {name: value[chosen] for name, value in batch.items()}
-        if mask is not None and lengths is not None:
-            width = TokenBudget.width(max(lengths[start:end]))
-            part |= {name: part[name][:, :width] for name, value in batch.items() if _is_like(name, value, mask)}
-        parts.append(part)
+        width, shape = TokenBudget.width(lengths[start]), batch[_MASK].shape
+        part = {name: value[order[start:end]] for name, value in batch.items()}
+        own = {name for name, value in batch.items() if name in _OF_TOKENS and value.shape == shape}
+        parts.append((part | {name: part[name][:, :width] for name in own}, (end - start) / rows))
     return parts
-
-
-def _is_like(name: str, value: torch.Tensor, mask: torch.Tensor) -> bool:
-    return name in _OF_TOKENS and value.shape == mask.shape

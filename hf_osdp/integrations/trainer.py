@@ -31,7 +31,7 @@ from ..sharding.state import free_gathered
 from ..sharding.unit_order import called_alone
 from .accelerator import OSDPAccelerator
 from .announce import plan_and_announce
-from .micro_batches import micro_batches
+from .micro_batches import micro_batches, pad_token_of
 from .plugin import OSDPPlugin
 from .trainer_arguments import (
     planned_arguments,
@@ -43,7 +43,7 @@ from .trainer_arguments import (
 )
 from .trainer_checkpoints import Events, TrainerCheckpoints
 from .trainer_facts import job_of_trainer, refuse_changes
-from .trainer_loss import MicroBatchRule
+from .trainer_loss import MicroBatchRule, adds_up
 
 
 class Trainer(TrainerCheckpoints):
@@ -205,6 +205,11 @@ class Trainer(TrainerCheckpoints):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], torch.Tensor | int | None]:
+        """Load a step's batches as the stock Trainer; those of a step that a callback has ended are left out."""
+        self._waiting = []
+        return super().get_batch_samples(*args, **kwargs)
+
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
@@ -215,14 +220,18 @@ class Trainer(TrainerCheckpoints):
         if not self._cuts:
             return super().training_step(model, inputs, num_items_in_batch)
         self._waiting.append(inputs)
-        if not self.accelerator.sync_gradients:
+        if len(self._waiting) < self.current_gradient_accumulation_steps:
             return torch.zeros((), device=self.args.device)
         assert self._run is not None and self._rule is not None
         batches, self._waiting = self._waiting, []
-        parts = micro_batches(batches, self._run.plan.micro_batch_size, self._run.budget)
+        plan, means = self._run.plan, self._rule.averages
+        pad_token = pad_token_of(model)
+        parts = micro_batches(batches, plan.micro_batch_size, self._run.budget, averages=means, pad_token=pad_token)
+        # losses of batches that the stock Trainer adds up weigh as those of the arguments' size
+        scale = self._loaded(plan)[0] / self._rule.size if adds_up(self, num_items_in_batch) else 1.0
         losses, backward = [], self.accelerator.backward
         for number, (part, share) in enumerate(parts, 1):
-            weight = share if self._rule.averages else 1.0
+            weight = share * scale if means else 1.0
             weighted = replaced(self.accelerator, backward=lambda loss, w=weight, **rest: backward(loss * w, **rest))
             with weighted, nullcontext() if number == len(parts) else self.accelerator.no_sync(model=model):
                 losses.append(super().training_step(model, part, num_items_in_batch) * weight)
@@ -263,8 +272,7 @@ class Trainer(TrainerCheckpoints):
         self.accelerator.project_configuration.project_dir = self.args.output_dir  # for the report
         refuse_changes(self.args, run, self._planned_samples)
         self._requested_batch_size = self.args.per_device_train_batch_size
-        self._waiting, loaded = [], self._loaded(run.plan)
-        as_loaded = loaded == (run.plan.micro_batch_size, run.plan.accumulation_steps)
+        as_loaded = self._loaded(run.plan) == (run.plan.micro_batch_size, run.plan.accumulation_steps)
         self._cuts = run.budget is not None or not as_loaded
         try:
             with self._as_planned(run), self.accelerator.out_of_memory_explained(), mixing_explained(in_loss=False):

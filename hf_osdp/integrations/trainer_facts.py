@@ -31,7 +31,7 @@ from ..preparation.plan_run import PlannedRun
 from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import reason_against_unit_steps
 from .checkpoints import is_adapted
-from .micro_batches import reason_against_cuts
+from .micro_batches import DEPEND_ON_PADDING, reason_against_cuts
 from .samples import Batches, find_batches, row_tokens, with_length_of_inputs
 from .trainer_arguments import planned_arguments, samples_of_step, warn
 from .trainer_loss import MicroBatchRule, bytes_of_other_models, micro_batch_rule, traced_loss
@@ -94,12 +94,17 @@ def _cuts_by_length(trainer: Trainer, batches: Inputs | None, rule: MicroBatchRu
     """Return whether a step's samples can be cut by length; warn why not. Collective."""
     args, config = trainer.args, getattr(trainer.model, "config", None)
     batch = batches(2) if isinstance(batches, Batches) else None
+    padders = trainer.processing_class, getattr(trainer.data_collator, "tokenizer", None)
     reasons = {
         "the model has rows of two lengths": getattr(config, "is_encoder_decoder", False),
         "compiled blocks would be compiled for each length": trainer.accelerator.config.compile,
         f"train_sampling_strategy={args.train_sampling_strategy!r} groups samples already":
             args.train_sampling_strategy == "group_by_length",
         "the dataset is a stream": not isinstance(trainer.train_dataset, Sized),
+        "NEFTune's noise depends on padding": args.neftune_noise_alpha,
+        f"outputs of {getattr(config, 'model_type', '')} may depend on padding":
+            getattr(config, "model_type", "") in DEPEND_ON_PADDING,
+        "samples are padded on the left": any(getattr(each, "padding_side", "right") == "left" for each in padders),
     }  # fmt: skip
     found = next((reason for reason, holds in reasons.items() if holds), None)
     found = rule.kept or found or on_rank_zero(lambda: reason_against_cuts(batch, samples=2, by_length=True))

@@ -129,6 +129,13 @@ def micro_batch_rule(
     return rule(chosen=requested)
 
 
+def adds_up(trainer: Trainer, items: object) -> bool:
+    """Return whether the stock Trainer adds up the losses of a step's batches, instead of averaging them."""
+    scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+    counted = (trainer.model_accepts_loss_kwargs and items is not None) or trainer.compute_loss_func is not None
+    return bool(counted if scaled is None else scaled)
+
+
 def _loss_kind(trainer: Trainer, inputs: Inputs | None, sequence_length: int) -> LossKind:
     """Examine the trainer's loss on short rows, and on whole ones if nothing is found on these."""
     model = trainer.model
@@ -157,6 +164,7 @@ def _owns_mean(trainer: Trainer, model: nn.Module, inputs: Inputs | None) -> boo
     """
     labels = inputs(1).get("labels") if isinstance(inputs, Batches) and isinstance(inputs(1), Mapping) else None
     is_own = type(trainer).compute_loss is Trainer.compute_loss and trainer.compute_loss_func is None
+    is_own = is_own and "compute_loss" not in vars(trainer) and "_loss_function" not in vars(without_adapters(model))
     from_transformers = type(without_adapters(model)).__module__.startswith("transformers.")
     return (
         is_own

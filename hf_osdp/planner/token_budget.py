@@ -3,7 +3,8 @@
 A step's samples, and so its gradient, stay the same; only which of them run together changes. With rows of `l` tokens
 a micro-batch holds as many samples `n` as the budget B allows, n ≤ B / l. Each term of its memory is a constant, or
 grows with n, n·l or n·l² (attention); along n = B / l all of these are convex in l, and so is their highest sum. So
-the highest peak of all is that of the longest or of the shortest rows, and two estimates prove the limit.
+the highest peak of all is that of the longest or of the shortest rows, as long as the same operators run, and two
+estimates are enough for the limit.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ class TokenBudget:
     """Most tokens of a micro-batch, padding included."""
     shortest: int
     """Rows count with at least this many tokens, so that samples do not become too many."""
+    longest: int
+    """Longer rows than this were not planned for, and run alone."""
     overhead: int
     """Tokens that take as long as what each micro-batch costs beside them: gathers, launches, a loop's own work."""
 
@@ -45,7 +48,8 @@ class TokenBudget:
             options = list[tuple[int, int]]()
             for start in range(end - 1, -1, -1):
                 size = end - start
-                if size * max(widths[start], self.shortest) > self.tokens and options:
+                counted = max(widths[start], self.shortest)
+                if options and (size * counted > self.tokens or widths[start] > self.longest):
                     break
                 options.append((best[start][0] + size * widths[start] + self.overhead, size))
             best.append(min(options))

@@ -98,6 +98,8 @@ def plan_run(model: nn.Module, job: Job) -> PlannedRun:
     run = _searched(model, job) if job.config.plan is None else _given(model, job)
     planning_s = time.perf_counter() - started
     budget = on_rank_zero(lambda: _token_budget(run, job, model)) if job.config.batch_by_tokens else None
+    if budget is None and job.config.batch_by_tokens and rank() == 0:
+        _log.warning("batch_by_tokens=True has no effect: no second micro-batch in a step fits the limit.")
     return replace(run, planning_s=planning_s, findings=_findings(run, job, model), trains=job.trains, budget=budget)
 
 
@@ -108,17 +110,19 @@ def _token_budget(run: PlannedRun, job: Job, model: nn.Module) -> TokenBudget | 
     plan, hardware, inputs_of = run.plan, run.hardware, job.inputs_of_length
     assert inputs_of is not None
     samples, longest = plan.micro_batch_size * plan.accumulation_steps, plan.sequence_length
-    tokens = plan.micro_batch_size * longest
+    tokens = plan.micro_batch_size * TokenBudget.width(longest)
     loaded_bytes = sum(t.nbytes for t in tree_leaves(dict(inputs_of(longest)(1))) if isinstance(t, torch.Tensor))
     if hardware is None or plan.memory_limit_bytes is None:
         room_bytes = _peak_bytes(plan, run.inputs)
     else:
         outside_bytes = hardware.outside_bytes(plan.communicators)
-        room_bytes = hardware.room_bytes(plan.memory_limit_bytes) - outside_bytes - samples * loaded_bytes
+        loaded_bytes *= 3 * samples  # as they are loaded, joined and cut
+        room_bytes = hardware.room_bytes(plan.memory_limit_bytes) - outside_bytes - loaded_bytes
 
     def fits(length: int) -> bool:
         """Return whether micro-batches of rows of this length fit."""
         size = min(samples, tokens // length)
+        length = min(longest, tokens // size)  # the longest rows of which so many run
         again = replace(plan, micro_batch_size=size, accumulation_steps=max(2, plan.accumulation_steps))
         inputs = run.inputs
         if length != longest:
@@ -136,11 +140,11 @@ def _token_budget(run: PlannedRun, job: Job, model: nn.Module) -> TokenBudget | 
     once, twice = (
         run.inputs.estimate(replace(plan, micro_batch_size=times * plan.micro_batch_size)).time for times in (1, 2)
     )
-    if once is not None and twice is not None:
-        of_tokens_s = twice.total("compute_s") - once.total("compute_s")
+    of_tokens_s = twice.total("compute_s") - once.total("compute_s") if once and twice else 0.0
+    if once is not None and of_tokens_s > 0:
         beside_s = once.total("compute_s") + once.total("exposed_s") + once.total("copy_s") - of_tokens_s
         overhead = max(tokens // 32, int(tokens * beside_s / of_tokens_s))
-    return TokenBudget(tokens=tokens, shortest=shortest, overhead=overhead)
+    return TokenBudget(tokens=tokens, shortest=shortest, longest=TokenBudget.width(longest), overhead=overhead)
 
 
 def _searched(model: nn.Module, job: Job) -> PlannedRun:

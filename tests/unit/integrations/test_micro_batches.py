@@ -1,4 +1,4 @@
-"""A step's samples are cut into micro-batches without columns of padding, and what cannot be cut is said."""
+"""A step's batches are cut or joined into micro-batches that hold the same rows, and what cannot be is said."""
 
 from __future__ import annotations
 
@@ -6,75 +6,103 @@ import pytest
 import torch
 
 from hf_osdp.errors import OSDPError
-from hf_osdp.integrations.micro_batches import micro_batches
+from hf_osdp.integrations.micro_batches import micro_batches, reason_against_cuts
 from hf_osdp.planner.token_budget import TokenBudget
 
-BUDGET = TokenBudget(tokens=64, shortest=8, overhead=8)
+BUDGET = TokenBudget(tokens=64, shortest=8, longest=32, overhead=8)
+LENGTHS = [5, 30, 8, 1, 17, 9, 3, 4, 12]
+Batch = dict[str, torch.Tensor]
 
 
-def batch(lengths: list[int], columns: int, *, left: bool = False) -> dict[str, torch.Tensor]:
+def batch(lengths: list[int], columns: int, *, left: bool = False) -> Batch:
     filled = torch.arange(columns) < torch.tensor(lengths)[:, None]
     mask = (filled.flip(1) if left else filled).long()
-    ids = torch.arange(len(lengths) * columns).view(len(lengths), columns) * mask
+    ids = (1 + torch.arange(len(lengths) * columns).view(len(lengths), columns)) * mask
     labels = ids.masked_fill(mask == 0, -100)
     return {"input_ids": ids, "attention_mask": mask, "labels": labels, "kind": torch.arange(len(lengths))}
 
 
-def test_parts_hold_every_sample_once_without_padding_columns():
-    whole = batch([3, 30, 8, 1, 17], 32)
-    parts = [part for part, _ in micro_batches([whole], 1, BUDGET)]
-    assert torch.cat([part["kind"] for part in parts]).tolist() == [1, 4, 2, 0, 3]  # from long to short
-    assert [tuple(part["input_ids"].shape) for part in parts] == [(1, 32), (1, 24), (3, 8)]
-    for part in parts:
-        assert_rows_of(whole, part)
+def loaded(columns: int = 0) -> tuple[Batch, list[Batch]]:
+    """All samples, and batches of 4, 4 and 1 of them, of so many columns or those of their longest sample."""
+    whole, batches = batch(LENGTHS, 32), []
+    for start, end in ((0, 4), (4, 8), (8, 9)):
+        width = columns or max(LENGTHS[start:end])
+        mine = {name: value[start:end] for name, value in whole.items()}
+        batches.append({name: value[:, :width] if value.dim() == 2 else value for name, value in mine.items()})
+    return whole, batches
 
 
-def assert_rows_of(whole: dict[str, torch.Tensor], part: dict[str, torch.Tensor]) -> None:
+def by_length(*batches: Batch, averages: bool = False) -> list[Batch]:
+    return [part for part, _ in micro_batches(batches, 1, BUDGET, averages=averages, pad_token=7)]
+
+
+def assert_rows_of(whole: Batch, part: Batch) -> None:
     for row, number in enumerate(part["kind"].tolist()):
         width = min(whole["input_ids"].shape[1], part["input_ids"].shape[1])
         for name in ("input_ids", "attention_mask", "labels"):
             assert torch.equal(part[name][row, :width], whole[name][number, :width])
-            assert not whole["attention_mask"][number, width:].any()
-            filler = -100 if name == "labels" else 0
-            assert (part[name][row, width:] == filler).all()
+        assert not whole["attention_mask"][number, width:].any() and not part["attention_mask"][row, width:].any()
 
 
 @pytest.mark.parametrize(
     ("size", "rows", "shares"),
     [
-        (1, [1] * 9, [1 / 4] * 8 + [1]), (2, [2, 2, 2, 2, 1], [1 / 2] * 4 + [1]),
-        (3, [3, 3, 2, 1], [3 / 4, 3 / 4, 1 / 2, 1]),
-        (4, [4, 4, 1], [1, 1, 1]), (8, [8, 1], [2, 1]), (16, [8, 1], [2, 1]),
+        (1, [1] * 9, [1 / 4] * 8 + [1]),
+        (3, [3, 1, 3, 1, 1], [3 / 4, 1 / 4, 3 / 4, 1 / 4, 1]),
+        (8, [4, 4, 1], [1, 1, 1]),
     ],
-)  # fmt: skip
-def test_batches_are_cut_and_joined_in_order(size, rows, shares):
-    lengths = [5, 30, 8, 1, 17, 9, 3, 4, 12]
-    whole = batch(lengths, 32)
-    loaded = []
-    for start, end in ((0, 4), (4, 8), (8, 9)):
-        columns = max(lengths[start:end])
-        mine = {name: value[start:end] for name, value in whole.items()}
-        loaded.append({name: value[:, :columns] if value.dim() == 2 else value for name, value in mine.items()})
-    parts = micro_batches(loaded, size)
+)
+def test_batches_are_cut_in_order_and_keep_their_columns(size, rows, shares):
+    whole, batches = loaded()
+    parts = micro_batches(batches, size, averages=True)
     assert torch.cat([part["kind"] for part, _ in parts]).tolist() == list(range(9))
     assert ([len(part["kind"]) for part, _ in parts], [share for _, share in parts]) == (rows, shares)
     for part, _ in parts:
         assert_rows_of(whole, part)
-        longest = max(lengths[number] for number in part["kind"].tolist())
-        assert longest <= part["input_ids"].shape[1] < longest + 8
+        first = int(part["kind"][0]) // 4 * 4
+        assert part["input_ids"].shape[1] == max(LENGTHS[first : first + 4])
 
 
-def test_labels_and_padding_on_the_left_keep_their_columns():
+@pytest.mark.parametrize(("size", "rows"), [(4, [4, 4]), (7, [4, 4]), (8, [8]), (16, [8])])
+def test_batches_of_equal_shapes_are_joined(size, rows):
+    whole, batches = loaded(columns=32)
+    parts = micro_batches(batches[:2], size, averages=True)
+    assert [(len(part["kind"]), share) for part, share in parts] == [(count, count / 4) for count in rows]
+    for part, _ in parts:
+        assert_rows_of(whole, part)
+
+
+def test_samples_by_length_lose_columns_of_padding():
+    whole = batch([3, 30, 8, 1, 17], 32)
+    parts = by_length(whole)
+    assert torch.cat([part["kind"] for part in parts]).tolist() == [1, 4, 2, 0, 3]
+    assert [tuple(part["input_ids"].shape) for part in parts] == [(1, 32), (1, 24), (3, 8)]
+    for part in parts:
+        assert_rows_of(whole, part)
+
+
+def test_ids_that_become_longer_are_filled_with_the_token_of_padding():
+    few = TokenBudget(tokens=64, shortest=8, longest=32, overhead=50)
+    ((part, _),) = micro_batches([batch([8], 8), batch([12], 12)], 1, few, averages=False, pad_token=7)
+    assert part["input_ids"].shape == (2, 16 - 4) and part["attention_mask"].sum(1).tolist() == [12, 8]
+    assert part["input_ids"][1, 8:].tolist() == [7] * 4 and part["labels"][1, 8:].tolist() == [-100] * 4
+
+
+def test_labels_beyond_the_mask_keep_their_columns():
     whole = batch([3, 2], 32)
-    whole["labels"][1, 20] = 5  # beyond the mask
-    assert [part["input_ids"].shape[1] for part, _ in micro_batches([whole], 1, BUDGET)] == [24, 8]
-    left = micro_batches([batch([3, 2], 32, left=True)], 1, BUDGET)
-    assert all(part["input_ids"].shape[1] == 32 for part, _ in left)
+    whole["labels"][1, 20] = 5
+    assert [part["input_ids"].shape[1] for part in by_length(whole)] == [24, 8]
+
+
+def test_the_last_batch_of_an_epoch_is_cut_by_itself():
+    _, batches = loaded()
+    shares = [share for _, share in micro_batches(batches[1:], 1, BUDGET, averages=True)]
+    assert sum(shares) == 2 and shares[-1] == 1
 
 
 def test_pictures_are_cut_without_a_copy():
     pictures = {"pixel_values": torch.rand(4, 3, 2, 2), "labels": torch.arange(4)}
-    parts = micro_batches([pictures], 2)
+    parts = micro_batches([pictures], 2, averages=True)
     assert [part["labels"].tolist() for part, _ in parts] == [[0, 1], [2, 3]]
     assert all(part["pixel_values"]._base is pictures["pixel_values"] for part, _ in parts)
 
@@ -88,9 +116,19 @@ def test_pictures_are_cut_without_a_copy():
         ({"kind": torch.arange(3)}, r"'kind' of its batches has no row for each sample"),
         ({"kind": ["a", "b"]}, r"'kind' of its batches has no row for each sample"),
         ({"weights": torch.ones(2, 32)}, r"'weights' of its batches may have a value for each token"),
+        ({"pixel_values": torch.ones(2, 3, 4, 4)}, r"'pixel_values' of its batches may have a value for each token"),
+        (batch([3, 2], 32, left=True), r"its samples are padded on the left"),
+        ({"labels": torch.tensor([1, -100])}, r"some of its samples have no label"),
     ],
 )
 def test_batches_that_cannot_be_cut_are_refused(changes, said):
     given = {name: value for name, value in {**batch([3, 2], 32), **changes}.items() if value is not None}
     with pytest.raises(OSDPError, match=f"A step cannot be cut into the plan's micro-batches: {said}"):
-        micro_batches([given], 1, BUDGET)
+        by_length(given, averages=True)
+
+
+@pytest.mark.parametrize(
+    "given", [None, [], {}, {"input_ids": [[1, 2], [3, 4]]}, {"input_ids": torch.ones(1, 4).long()}]
+)
+def test_other_batches_of_two_samples_are_not_cut(given):
+    assert reason_against_cuts(given, samples=2) is not None

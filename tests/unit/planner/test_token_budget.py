@@ -11,7 +11,11 @@ from hypothesis import strategies as st
 from hf_osdp.planner.token_budget import TokenBudget
 
 budgets = st.builds(
-    TokenBudget, tokens=st.integers(16, 200), shortest=st.integers(1, 24), overhead=st.integers(0, 100)
+    TokenBudget,
+    tokens=st.integers(16, 200),
+    shortest=st.integers(1, 24),
+    longest=st.integers(24, 80),
+    overhead=st.integers(0, 100),
 )
 
 
@@ -20,7 +24,7 @@ def cost(budget: TokenBudget, lengths: list[int], sizes: list[int]) -> int | Non
     total = start = 0
     for size in sizes:
         width = budget.width(lengths[start])
-        if size > 1 and size * max(width, budget.shortest) > budget.tokens:
+        if size > 1 and (size * max(width, budget.shortest) > budget.tokens or width > budget.longest):
             return None
         total, start = total + size * width + budget.overhead, start + size
     return total
@@ -51,4 +55,4 @@ def test_every_rank_can_have_as_many_micro_batches(budget, lengths, data):
 
 @pytest.mark.parametrize(("tokens", "padded"), [(1, 8), (8, 8), (9, 16)])
 def test_rows_are_padded_to_eight(tokens, padded):
-    assert TokenBudget(tokens=64, shortest=8, overhead=0).width(tokens) == padded
+    assert TokenBudget(tokens=64, shortest=8, longest=64, overhead=0).width(tokens) == padded
