@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
 from ..distributed.consensus import on_rank_zero
-from ..distributed.mesh import rank
+from ..distributed.mesh import rank, world_size
 from ..distributed.process_group import require_all
 from ..errors import OSDPError
 from .replicas import replicas_of
@@ -70,7 +70,8 @@ def refuse_partial_use() -> None:
 
 
 def _is_whole(tensor: DTensor) -> bool:
-    return all(placement.is_replicate() for placement in tensor.placements)
+    sizes = tensor.device_mesh.shape
+    return all(size == 1 or placement.is_replicate() for size, placement in zip(sizes, tensor.placements, strict=True))
 
 
 def _no_pickle(tensor: DTensor) -> str | tuple[Any, ...]:
@@ -89,7 +90,8 @@ def _number(cls: object, func: Any, types: object, args: tuple[DTensor], kwargs:
     (tensor,) = args
     if _is_whole(tensor):
         return func(tensor.to_local())
-    require_all("A number read from shards of weights (item, float, bool)")
+    if tensor.device_mesh.size() == world_size():
+        require_all("A number read from shards of weights (item, float, bool)")
     number = func(tensor.full_tensor())
     if not any(placement.is_partial("max") or placement.is_partial("min") for placement in tensor.placements):
         return number

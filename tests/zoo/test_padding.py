@@ -1,0 +1,45 @@
+"""Outputs of transformers' language models do not change with masked columns on the right, but for listed types."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hf_osdp.integrations.micro_batches import DEPEND_ON_PADDING
+
+from .__main__ import types
+from .ranks import _made, limited
+
+TOKENS, COLUMNS, SECONDS = 16, 8, 20
+MODELS = [row for row in types().values() if row.task in ("causal", "masked", "image-text-to-text")]
+
+
+def change_by_padding(name: str) -> float:
+    """Return the largest change, as a share of the largest output; skip a model that does not run on text alone."""
+    model, _, problem = _made(name)
+    config = getattr(model, "config", None)
+    if config is None:
+        pytest.skip(problem)
+    text = config.get_text_config()
+    padding, vocabulary = getattr(text, "pad_token_id", None) or 0, getattr(text, "vocab_size", 50)
+    torch.manual_seed(0)
+    for weight in model.double().eval().parameters():
+        nn.init.normal_(weight, std=0.3)
+    ids = torch.randint(min(5, vocabulary - 2), vocabulary, (2, TOKENS))
+    ids[ids == padding] = min(5, vocabulary - 2)
+    mask = torch.ones_like(ids)
+    longer = nn.functional.pad(ids, (0, COLUMNS), value=padding)
+    try:
+        with torch.no_grad(), limited(SECONDS):
+            alone = model(input_ids=ids, attention_mask=mask).logits
+            padded = model(input_ids=longer, attention_mask=nn.functional.pad(mask, (0, COLUMNS))).logits[:, :TOKENS]
+    except Exception as error:  # a model can raise any exception
+        pytest.skip(f"{type(error).__name__}: {error}"[:200])
+    return float((alone - padded).abs().max() / alone.abs().max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [row.name for row in MODELS if row.model_type not in DEPEND_ON_PADDING])
+def test_outputs_do_not_depend_on_padding(name: str) -> None:
+    assert change_by_padding(name) < 1e-6
