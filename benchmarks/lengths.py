@@ -108,13 +108,15 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=6, help="measured steps of each contestant")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all rows to this file")
     options = parser.parse_args()
-    found = {case: measure(CASES[case], options.data, options.turns) for case in options.cases}
-    for case, rows in found.items():
+    found = {}
+    for case in options.cases:
+        rows = found[case] = measure(CASES[case], options.data, options.turns)
         print(f"\n{case}\n{'':<12}{'seconds of a step':>18}{'real tokens/s':>15}{'of stock':>10}{'micro-batches':>15}")
         for name, row in rows.items():
             print(
                 f"{name:<12}{row['step_s']:>18.2f}{row['tokens_per_s']:>15,.0f}"
-                f"{row['tokens_per_s'] / rows['stock']['tokens_per_s']:>10.2f}{row['micro_batches']:>15.1f}"
+                f"{row['tokens_per_s'] / rows['stock']['tokens_per_s']:>10.2f}{row['micro_batches']:>15.1f}",
+                flush=True,
             )
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

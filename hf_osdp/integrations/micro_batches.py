@@ -101,7 +101,8 @@ def micro_batches(
     if failed or (budget is None and least < most):
         raise _uncut("another rank cannot cut its own" if failed else "ranks have different numbers of samples")
     if budget is not None:
-        return _by_length(joined, order, lengths, budget.cut(lengths, parts=most), rows[0])
+        sizes, widths = budget.cut(lengths, parts=most), list(map(budget.width, lengths))
+        return _by_length(joined, order, widths, sizes, rows[0])
     together = size // rows[0]
     if unlike or together < 2:
         return [part for batch in batches for part in _chunks(batch, size)]
@@ -183,11 +184,11 @@ def _lengths(batch: Batch) -> tuple[list[int], torch.Tensor]:
     return [max(1, length) for length in longest.tolist()], order
 
 
-def _by_length(batch: Batch, order: torch.Tensor, lengths: list[int], sizes: list[int], rows: int) -> list[Part]:
+def _by_length(batch: Batch, order: torch.Tensor, widths: list[int], sizes: list[int], rows: int) -> list[Part]:
     """Cut samples in this order, without columns that only hold padding; a batch has had so many rows."""
     parts = []
     for start, end in zip([0, *accumulate(sizes)], accumulate(sizes), strict=False):
-        width, shape = TokenBudget.width(lengths[start]), batch[_MASK].shape
+        width, shape = widths[start], batch[_MASK].shape
         part = {name: value[order[start:end]] for name, value in batch.items()}
         own = {name for name, value in batch.items() if name in _OF_TOKENS and value.shape == shape}
         parts.append((part | {name: part[name][:, :width] for name in own}, (end - start) / rows))

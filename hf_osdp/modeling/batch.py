@@ -164,7 +164,8 @@ def with_row_length(batch: Any, length: int, changed: int) -> Any:  # noqa: ANN4
                 tensor = tensor.index_select(dim, torch.arange(changed) % length)
         return tensor
 
-    return batch if changed == length else tree_map_only(torch.Tensor, changed_tensor, batch)
+    # a tokenizer's batch is a mapping that torch does not look into
+    return batch if changed == length else tree_map_only(torch.Tensor, changed_tensor, plain_batch(batch))
 
 
 def output_of(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None = None) -> object:

@@ -29,10 +29,9 @@ class TokenBudget:
     overhead: int
     """Tokens that take as long as what each micro-batch costs beside them: gathers, launches, a loop's own work."""
 
-    @staticmethod
-    def width(tokens: int) -> int:
+    def width(self, tokens: int) -> int:
         """Return the tokens to which a row is padded."""
-        return -(-tokens // _ROUND) * _ROUND
+        return min(-(-tokens // _ROUND) * _ROUND, max(tokens, self.longest))
 
     def cut(self, lengths: Sequence[int], parts: int = 1) -> list[int]:
         """Return how many samples each micro-batch of a step takes, so that the step is fastest.

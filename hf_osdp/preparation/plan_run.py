@@ -110,7 +110,7 @@ def _token_budget(run: PlannedRun, job: Job, model: nn.Module) -> TokenBudget | 
     plan, hardware, inputs_of = run.plan, run.hardware, job.inputs_of_length
     assert inputs_of is not None
     samples, longest = plan.micro_batch_size * plan.accumulation_steps, plan.sequence_length
-    tokens = plan.micro_batch_size * TokenBudget.width(longest)
+    tokens = plan.micro_batch_size * longest
     loaded_bytes = sum(t.nbytes for t in tree_leaves(dict(inputs_of(longest)(1))) if isinstance(t, torch.Tensor))
     if hardware is None or plan.memory_limit_bytes is None:
         room_bytes = _peak_bytes(plan, run.inputs)
@@ -144,7 +144,7 @@ def _token_budget(run: PlannedRun, job: Job, model: nn.Module) -> TokenBudget | 
     if once is not None and of_tokens_s > 0:
         beside_s = once.total("compute_s") + once.total("exposed_s") + once.total("copy_s") - of_tokens_s
         overhead = max(tokens // 32, int(tokens * beside_s / of_tokens_s))
-    return TokenBudget(tokens=tokens, shortest=shortest, longest=TokenBudget.width(longest), overhead=overhead)
+    return TokenBudget(tokens=tokens, shortest=shortest, longest=longest, overhead=overhead)
 
 
 def _searched(model: nn.Module, job: Job) -> PlannedRun:
