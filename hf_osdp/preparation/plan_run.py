@@ -99,18 +99,17 @@ def plan_run(model: nn.Module, job: Job) -> PlannedRun:
     planning_s = time.perf_counter() - started
     budget = on_rank_zero(lambda: _token_budget(run, job, model)) if job.config.batch_by_tokens else None
     if budget is None and job.config.batch_by_tokens and rank() == 0:
-        _log.warning("batch_by_tokens=True has no effect: no second micro-batch in a step fits the limit.")
+        _log.warning("batch_by_tokens=True has no effect: the limit leaves no room for a step's batches.")
     return replace(run, planning_s=planning_s, findings=_findings(run, job, model), trains=job.trains, budget=budget)
 
 
 def _token_budget(run: PlannedRun, job: Job, model: nn.Module) -> TokenBudget | None:
-    """Return the budget of the plan's micro-batch, under which no micro-batch needs more than the limit; None if even
-    a second micro-batch in a step does not fit.
+    """Return the budget of the plan's micro-batch, or of less samples, under which no micro-batch needs more than the
+    limit; None if even micro-batches of one sample do not fit beside what is loaded.
     """
     plan, hardware, inputs_of = run.plan, run.hardware, job.inputs_of_length
     assert inputs_of is not None
     samples, longest = plan.micro_batch_size * plan.accumulation_steps, plan.sequence_length
-    tokens = plan.micro_batch_size * longest
     loaded_bytes = sum(t.nbytes for t in tree_leaves(dict(inputs_of(longest)(1))) if isinstance(t, torch.Tensor))
     if hardware is None or plan.memory_limit_bytes is None:
         room_bytes = _peak_bytes(plan, run.inputs)
@@ -119,8 +118,8 @@ def _token_budget(run: PlannedRun, job: Job, model: nn.Module) -> TokenBudget | 
         loaded_bytes *= 3 * samples  # as they are loaded, joined and cut
         room_bytes = hardware.room_bytes(plan.memory_limit_bytes) - outside_bytes - loaded_bytes
 
-    def fits(length: int) -> bool:
-        """Return whether micro-batches of rows of this length fit."""
+    def fits(length: int, tokens: int) -> bool:
+        """Return whether micro-batches of so many tokens, in rows of this length, fit."""
         size = min(samples, tokens // length)
         length = min(longest, tokens // size)  # the longest rows of which so many run
         again = replace(plan, micro_batch_size=size, accumulation_steps=max(2, plan.accumulation_steps))
@@ -131,10 +130,12 @@ def _token_budget(run: PlannedRun, job: Job, model: nn.Module) -> TokenBudget | 
             inputs = replace(inputs, description=grouped_as_planned(description, plan))
         return inputs.estimate(again).memory.peak_bytes <= room_bytes
 
-    if not fits(longest):
+    sizes = range(plan.micro_batch_size, 0, -1)
+    if (size := next((size for size in sizes if fits(longest, size * longest)), None)) is None:
         return None
+    tokens = size * longest
     shortest = min(longest, max(8, tokens // samples))
-    while not fits(shortest):
+    while not fits(shortest, tokens):
         shortest = min(longest, 2 * shortest)
     overhead = tokens // 8
     once, twice = (
