@@ -107,3 +107,14 @@ def test_names_and_order_of_listed_units_decide_nothing(model, world, backend, j
     for other in (renamed(model, seed), listed_otherwise(model, seed)):
         assert search(problem(other, hardware, job, limit)).time.step_s == pytest.approx(found.time.step_s, rel=EQUAL)
         assert least_memory(problem(other, hardware, job)) == least
+
+
+def test_a_replicated_root_may_need_less_than_a_sharded_one():
+    """A root that FSDP2 manages has other units gathered ahead: it was once taken for no worse in any plan."""
+    model, hardware = at_random(2, kinds=1, blocks=3, recomputable=True), hardware_of((1, 2), Backend.NCCL)
+    optimizer = OptimizerSpec(states=2, step=OptimizerStep.FOREACH)
+    job = TrainingJob(global_batch_size=12, precision=Precision.named("bf16"), optimizer=optimizer)
+    least = least_memory(problem(model, hardware, job))
+    assert search(problem(model, hardware, job, least)).plan.peak_bytes == least
+    with pytest.raises(InfeasibleError):
+        search(problem(model, hardware, job, least - 1))

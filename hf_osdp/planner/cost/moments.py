@@ -237,9 +237,9 @@ def end_moments(unit: UnitBytes, of: Callable[..., Bytes]) -> EndMoments[Bytes]:
 
 def contributions(unit: UnitBytes, segment: SegmentBytes | None) -> tuple[int, ...]:
     """Return the bytes that a unit adds to each moment of a step, its own and those of other units; a unit that takes
-    no more at each of them never makes a plan's peak higher, but for a replica in place of a unit that FSDP2 manages:
-    it leaves other units' buffers in place. `segment` is None for a unit that is gathered for the whole step or never
-    runs.
+    no more at each of them never makes a plan's peak higher, if FSDP2 manages both or none: a replica leaves other
+    units' buffers in place, and a managed root has others gathered ahead. `segment` is None for a unit that is
+    gathered for the whole step or never runs.
     """
     held, call = unit.held, highest_moments(unit, segment)
     if segment is None:
@@ -259,7 +259,7 @@ def contributions(unit: UnitBytes, segment: SegmentBytes | None) -> tuple[int, .
         stepping = level + end.left - unit.reduced_after - unit.copies
         found += [level, level + end.filled, level + end.reduced, level + end.left]
         found += [stepping, stepping + unit.step_scratch, stepping + unit.states_passing]
-    return (not unit.managed, *found)
+    return (not unit.managed, unit.managed, *found)
 
 
 def step_moments(
