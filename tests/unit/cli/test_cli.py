@@ -233,7 +233,8 @@ def test_remedies_are_flags_and_true(tmp_path):
     assert {"--split-vocabulary", "--host-memory 64GiB"} < set(flags), flags
     assert "split_vocabulary=True" in str(caught.value) and "split_vocabulary" not in caught.value.on_command_line
     assert with_limit(limit, split=True).found.plan.peak_bytes <= limit
-    asked = {**given, "host_offload": False, "offload_optimizer": False, "offload_activations": False}
+    asked = {**given, "split_vocabulary": False, "precision": "no"}
+    asked |= {"host_offload": False, "offload_optimizer": False, "offload_activations": False}
     with pytest.raises(InfeasibleError, match="--host-memory 64GiB, without --no-host-offload or "):
         _ = Case(Request.of(model=str(tmp_path / "config.json"), **asked, memory_limit=str(limit))).found.plan
 
