@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-import torch
-from torch import nn
+from torch import library, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
@@ -66,7 +65,7 @@ def refuse_partial_use() -> None:
     torch would write one rank's shards, and `item`, `float` and `bool` of a sum or norm would return one rank's part.
     """
     copyreg.pickle(DTensor, _no_pickle)
-    torch.library.register_torch_dispatch("aten::_local_scalar_dense", DTensor, _number)
+    library.register_torch_dispatch("aten::_local_scalar_dense", DTensor, _number)
 
 
 def _is_whole(tensor: DTensor) -> bool:
