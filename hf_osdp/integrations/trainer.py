@@ -224,7 +224,7 @@ class Trainer(TrainerCheckpoints):
             return torch.zeros((), device=self.args.device)
         assert self._run is not None and self._rule is not None
         batches, self._waiting = self._waiting, []
-        plan, means = self._run.plan, self._rule.averages
+        plan, means = self._run.plan, self._rule.averages or num_items_in_batch is None
         pad_token = pad_token_of(model)
         parts = micro_batches(batches, plan.micro_batch_size, self._run.budget, averages=means, pad_token=pad_token)
         # losses of batches that the stock Trainer adds up weigh as those of the arguments' size

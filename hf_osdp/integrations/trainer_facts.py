@@ -107,7 +107,12 @@ def _cuts_by_length(trainer: Trainer, batches: Inputs | None, rule: MicroBatchRu
         "samples are padded on the left": any(getattr(each, "padding_side", "right") == "left" for each in padders),
     }  # fmt: skip
     found = next((reason for reason, holds in reasons.items() if holds), None)
-    found = rule.kept or found or on_rank_zero(lambda: reason_against_cuts(batch, samples=2, by_length=True))
+    found = (
+        rule.kept
+        or rule.differs
+        or found
+        or on_rank_zero(lambda: reason_against_cuts(batch, samples=2, by_length=True))
+    )
     if found is not None:
         warn(args, "batch_by_tokens=True has no effect: %s.", found.rstrip("."))
     return found is None

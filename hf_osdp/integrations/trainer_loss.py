@@ -54,6 +54,8 @@ class MicroBatchRule:
     """Samples of a micro-batch to plan for; None lets the planner choose."""
     kept: str | None = None
     """Why the micro-batch stays at the arguments' size, with the remedy; None if it need not stay."""
+    differs: str | None = None
+    """Why another size than the arguments' may train differently, of which the user was warned."""
     cuts: bool = False
     """The Trainer loads its stock batches, and each step is cut into the plan's micro-batches (`micro_batches.py`);
     else it loads these.
@@ -102,7 +104,7 @@ def micro_batch_rule(
             reason,
             size,
         )
-        return rule(chosen=None)
+        return rule(chosen=None, differs=reason)
     if requested in (None, size):
         remedy = (
             "OSDPConfig(micro_batch_size=...)"
@@ -126,7 +128,7 @@ def micro_batch_rule(
         requested,
         size,
     )
-    return rule(chosen=requested)
+    return rule(chosen=requested, differs=reason)
 
 
 def adds_up(trainer: Trainer, items: object) -> bool:

@@ -226,3 +226,11 @@ def test_micro_batch_size_that_would_multiply_loss_parts_is_refused(tmp_path):
     args = arguments(tmp_path)
     with pytest.raises(ValueError, match="so micro_batch_size=1 would train something else than the 2 samples"):
         hf_osdp.Trainer(model=mixtral(output_router_logits=True), args=args, train_dataset=rows(), osdp=osdp).train()
+
+
+def test_steps_are_not_cut_by_length_where_micro_batches_may_train_differently(tmp_path, caplog):
+    osdp = OSDPConfig(hardware="cpu", micro_batch_size=1, batch_by_tokens=True)
+    data = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in rows()]
+    trainer = hf_osdp.Trainer(model=llama(Mean), args=arguments(tmp_path), train_dataset=data, osdp=osdp)
+    assert trainer.plan.micro_batch_size == 1 and trainer._run.budget is None
+    assert f"batch_by_tokens=True has no effect: The loss of Mean {WHOLE}" in caplog.text
