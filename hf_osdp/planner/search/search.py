@@ -14,6 +14,7 @@ from ..decision import Batch, UnitLayout
 from ..plan import Plan
 from ..problem import PlanningProblem, Strategy
 from .candidates import Candidate, possible_candidates
+from .integer_model import MIN_GAIN
 from .remedies import infeasible_error
 from .solver import FastestSearch, Layouts, Solution
 
@@ -84,8 +85,8 @@ def least_memory(problem: PlanningProblem) -> int:
 
 
 def bounds(problem: PlanningProblem) -> tuple[float, dict[Batch, float]]:
-    """Return a lower bound on the step time of every plan, and one by batch that was known before it was searched;
-    infinite where no plan fits.
+    """Return a lower bound on the step time of every plan, and one by batch, which is infinite where none is known to
+    fit.
     """
     searched, by_batch = _searched(problem), dict[Batch, float]()
     best = searched.best()
@@ -163,6 +164,8 @@ class _Search:
                     heapq.heappush(waiting, (self.bounds_s[candidate], number))  # another may now come first
                     continue
                 solution = self._solvers[candidate].run(best_s)
+                known_s = best_s * (1 - MIN_GAIN) if solution is None else solution.bound
+                self.bounds_s[candidate] = max(known_s, self.bounds_s[candidate])
             if solution is not None:
                 bound_s = min(bound_s, solution.bound)
                 if solution.objective < best_s:
