@@ -12,15 +12,17 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InfeasibleError, Remedy, first_line, nearest, refuse_first
+from ..errors import InfeasibleError, Remedy, first_line, nearest, refuse_first, shown
 from ..modeling.catalogue import find_shape, shape_names
 from ..planner.hardware import Backend, Hardware
+from ..planner.lengths import Lengths, lognormal
 from ..planner.optimizers import NEED_MODEL, spec_of_name
 from ..planner.placement import HOST_OPTIONS
 from ..planner.presets import assumed_host, preset, preset_names
 from ..planner.profile import Profile
 from ..planner.training_job import OptimizerSpec, Precision
 from ..quantities import format_bytes, parse_limit
+from ..reading import read_bytes
 from .options import Request
 
 if TYPE_CHECKING:
@@ -64,8 +66,11 @@ class Case:
         hardware, given = self.hardware, f"--memory-limit {self.config.memory_limit}"
         limit = hardware.device.check_limit(self.config.memory_limit_bytes, given=given)
         _path_of(request.model)
-        alone = request.lora_rank is None
+        alone, lengths = request.lora_rank is None, [request.lengths, request.mean_length]
         refuse_first({
+            "--lengths and --mean-length say the same in two ways; give one of them.": None not in lengths,
+            "--batch-by-tokens needs the lengths of samples; add --lengths FILE or --mean-length N.":
+                request.config.batch_by_tokens and lengths == [None, None],
             f"--lora-targets {request.lora_targets} has no effect without --lora-rank; give both, or neither.":
                 alone and request.lora_targets,
             f"--quantize {request.quantize} freezes the base, so that nothing trains; add --lora-rank 16.":
@@ -93,6 +98,19 @@ class Case:
         from ..sharding.optimizers import OF_MODEL
 
         return OF_MODEL[name](self.model, device_type=self.device_type)
+
+    @property
+    def lengths(self) -> Lengths | None:
+        """The lengths of samples, if they were given."""
+        request, longest = self.request, self.config.sequence_length
+        assert longest is not None
+        if request.mean_length is not None:
+            found = lognormal(request.mean_length, longest)
+        elif request.lengths is not None:
+            found = _read_lengths(request.lengths)
+        else:
+            return None
+        return Lengths.of(found, longest)
 
     @cached_property
     def hardware(self) -> Hardware:
@@ -150,6 +168,8 @@ class Case:
             device_type=self.device_type,
             precision=Precision.named(self.precision, autocast=world_size == 1),
             optimizer=self.optimizer,
+            lengths=self.lengths,
+            cuts_by_length=self.lengths is not None,
             capability=self.hardware.device.capability,
             reads_loss_alone=True,
         )
@@ -201,6 +221,15 @@ class Case:
                     without = "" if job is problem.job else f", without {flags}"
                     return (Remedy(f"a host with {memory} (--host-memory {memory}{without})"),)
         return ()
+
+
+def _read_lengths(path: Path) -> list[int]:
+    """Return the numbers in a file; raise ValueError if it has others than whole ones of at least 1."""
+    lines = read_bytes(path, "--lengths", ValueError).decode(errors="replace").split()
+    wrong = next((line for line in lines if not line.isdecimal() or not int(line)), None if lines else "nothing")
+    if wrong is not None:
+        raise ValueError(f"--lengths {path} holds {shown(wrong)}; it must have a number of tokens on each line.")
+    return list(map(int, lines))
 
 
 def names_in(text: str | None) -> list[str]:

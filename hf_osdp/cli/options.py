@@ -36,7 +36,7 @@ PlotFile = Annotated[
 
 
 _ONLY_RUNS = {
-    "batch_by_tokens", "inputs", "on_oom", "plan", "compare", "reduce_every_micro_step", "hardware", "nodes",
+    "inputs", "on_oom", "plan", "compare", "reduce_every_micro_step", "hardware", "nodes",
     "time_blocks", *GROUPS["Run"],
 }  # fmt: skip
 """Options of a run that have no flag here."""
@@ -71,6 +71,14 @@ class Request:
     ] = None
     num_nodes: Annotated[int | None, count("Machines; default: the profile's number, or 1.")] = None
     devices_per_node: Annotated[int | None, count("Devices per machine; default: the profile's number, or 1.")] = None
+    lengths: Annotated[
+        Path | None,
+        option("FILE", "Tokens of the data's samples, a number on each line: seconds are then those of such samples."),
+    ] = None
+    mean_length: Annotated[
+        int | None,
+        count("Tokens of a sample in the mean, in place of --lengths: log-normal, as in data of instructions."),
+    ] = None
     precision: Annotated[
         Literal["no", "bf16", "fp16"] | None,
         option(

@@ -95,7 +95,7 @@ def micro_batches(
         unlike, count = int(len(shapes) > 1), sum(-(-number // size) for number in rows)
     else:
         joined = _joined(batches, pad_token)
-        lengths, order = _lengths(joined)
+        lengths, order = _sorted(lengths_of(joined))
         unlike, count = 0, len(budget.cut(lengths))
     failed, unlike, most, least = _agreed(0, unlike, count)
     if failed or (budget is None and least < most):
@@ -173,15 +173,23 @@ def _joined(batches: Sequence[Batch], pad_token: int = 0) -> Batch:
     return joined
 
 
-def _lengths(batch: Batch) -> tuple[list[int], torch.Tensor]:
-    """Return the samples' tokens, from long to short, and which samples these are."""
+def lengths_of(batch: Batch) -> torch.Tensor:
+    """Return the tokens of a batch's samples, padding at their end left out: those that the mask or labels use; if
+    there is no mask, the columns of their ids.
+    """
+    if _MASK not in batch:
+        return torch.full((_rows(batch),), batch[_IDS].shape[1])
     mask = batch[_MASK]
     used = mask != 0
     for labels in (value for name, value in batch.items() if "labels" in name and value.shape == mask.shape):
         used = used | (labels != _IGNORED)
-    last = (used * torch.arange(1, used.shape[1] + 1, device=used.device)).amax(1)
-    longest, order = last.sort(descending=True, stable=True)
-    return [max(1, length) for length in longest.tolist()], order
+    return (used * torch.arange(1, used.shape[1] + 1, device=used.device)).amax(1).clamp(min=1)
+
+
+def _sorted(lengths: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+    """Return lengths from long to short, and which samples have them."""
+    longest, order = lengths.sort(descending=True, stable=True)
+    return longest.tolist(), order
 
 
 def _by_length(batch: Batch, order: torch.Tensor, widths: list[int], sizes: list[int], rows: int) -> list[Part]:

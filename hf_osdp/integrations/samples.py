@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,11 +24,14 @@ from ..modeling.batch import random_states_kept, with_row_length
 from ..modeling.identity import holds_datasets
 from ..modeling.replaced import replaced
 from ..preparation.config import OSDPConfig
+from .micro_batches import lengths_of
 
 _MAX_SAMPLES = 2**18
 """Most samples to read by their index."""
 _MAX_STREAM_SAMPLES = 256
 """Most samples to read from a stream."""
+_MOST_LENGTHS = 1000
+"""Most samples whose length is read for an expected step."""
 _MAX_READ_S = 2.0
 """Time limit for reading samples one by one."""
 _GENERATOR_TYPES = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
@@ -99,6 +102,43 @@ def find_batches(dataset: Any, collate: Collate, *, mixes: bool = False) -> Batc
         return None
     sample, batch = max(zip(samples, batches, strict=True), key=lambda pair: _numel(pair[1]))
     return Batches(sample=sample, collate=collate, tokens=tokens_of(batch), seen=seen, is_whole=is_whole)
+
+
+class RowLengths(NamedTuple):
+    """Lengths of some rows of a dataset, as a collator makes rows of a batch from each."""
+
+    tokens: tuple[int, ...]
+    """Up to each row's last token that is not padding."""
+    padded: tuple[int, ...]
+    """With the padding that a row has alone."""
+
+
+def find_lengths(dataset: Any, collate: Collate) -> RowLengths | None:  # noqa: ANN401  of any library
+    """Return the lengths of up to `_MOST_LENGTHS` rows of a dataset, drawn at random; None if they cannot be read so,
+    or if a batch is not as long as its longest row.
+    """
+    if not isinstance(dataset, Sized) or holds_datasets(dataset):
+        return None
+    collate, started, found = _copy_collator(collate), time.monotonic(), dict[tuple[int, int], Any]()
+    lengths = list[tuple[int, int]]()
+    try:
+        with _preserve_random_states(), _preserve_generators(dataset):
+            for index in random.Random(0).sample(range(len(dataset)), min(len(dataset), _MOST_LENGTHS)):
+                row = dataset[index]  # type: ignore[index]  # a map of rows
+                batch = _collate(collate, [row])
+                lengths.append((int(lengths_of(batch)[0]), tokens_of(batch) or 0))
+                found[lengths[-1]] = row
+                if time.monotonic() - started > _MAX_READ_S / 2:
+                    break
+            extremes = sorted(found)[:: max(1, len(found) - 1)]
+            together = _collate(collate, [found[pair] for pair in extremes])
+    except Exception:  # of a user's dataset or collator, which has no such rows
+        return None
+    if tokens_of(together) != max((width for _, width in extremes), default=0) or len(lengths_of(together)) != len(
+        extremes
+    ):
+        return None
+    return RowLengths(*zip(*lengths, strict=True))
 
 
 def _longest_samples(dataset: Any) -> tuple[list[Any], int, bool]:  # noqa: ANN401  of any library

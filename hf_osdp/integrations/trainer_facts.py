@@ -23,6 +23,7 @@ from ..checkpoint.resume import recorded_manifest
 from ..distributed.consensus import on_rank_zero
 from ..errors import one_line, refuse_first
 from ..modeling.batch import Inputs, without_adapters
+from ..planner.lengths import Lengths
 from ..planner.optimizers import knows_trainer_name, spec_of_trainer_name
 from ..planner.training_job import OptimizerSpec
 from ..preparation.config import OSDPConfig
@@ -32,7 +33,7 @@ from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import reason_against_unit_steps
 from .checkpoints import is_adapted
 from .micro_batches import DEPEND_ON_PADDING, reason_against_cuts
-from .samples import Batches, find_batches, row_tokens, with_length_of_inputs
+from .samples import Batches, find_batches, find_lengths, row_tokens, with_length_of_inputs
 from .trainer_arguments import planned_arguments, samples_of_step, warn
 from .trainer_loss import MicroBatchRule, bytes_of_other_models, micro_batch_rule, traced_loss
 
@@ -56,11 +57,8 @@ def job_of_trainer(
         args, None if manifest is None else manifest.global_batch_size
     )
     rule = micro_batch_rule(trainer, config, batches, sequence_length, trains=trains)
-    cuts = trains and config.batch_by_tokens and _cuts_by_length(trainer, batches, rule)
-    sized = replace(
-        config, sequence_length=sequence_length, global_batch_size=samples, micro_batch_size=rule.chosen,
-        batch_by_tokens=cuts,
-    )  # fmt: skip
+    cuts, lengths = _lengths(trainer, batches, rule, sequence_length) if trains else (False, None)
+    sized = replace(config, sequence_length=sequence_length, global_batch_size=samples, micro_batch_size=rule.chosen)
     optimizer, against_unit_steps = _optimizer_facts(trainer)
     folder = RunFolder(
         path=str(args.output_dir),
@@ -75,7 +73,9 @@ def job_of_trainer(
         precision=trainer.accelerator.precision,
         optimizer=optimizer,
         inputs=batches,
-        inputs_of_length=batches.with_rows if cuts and isinstance(batches, Batches) else None,
+        cuts_by_length=cuts,
+        inputs_of_length=batches.with_rows if isinstance(batches, Batches) else None,
+        lengths=lengths,
         loss=None if batches is None or config.inputs or model_makes_loss else traced_loss(trainer),
         other_models=bytes_of_other_models(trainer),
         clips_gradients=bool(args.max_grad_norm and args.max_grad_norm > 0),
@@ -90,8 +90,34 @@ def job_of_trainer(
     return job, rule
 
 
-def _cuts_by_length(trainer: Trainer, batches: Inputs | None, rule: MicroBatchRule) -> bool:
-    """Return whether a step's samples can be cut by length; warn why not. Collective."""
+def _lengths(
+    trainer: Trainer, batches: Inputs | None, rule: MicroBatchRule, longest: int
+) -> tuple[bool, Lengths | None]:
+    """Return whether a step's samples can be cut by length, and the lengths of the data's samples if they are known.
+    Collective.
+    """
+    asked, reason = trainer.accelerator.config.batch_by_tokens, _reason_against_lengths(trainer, batches, rule)
+    if asked and reason is not None:
+        warn(trainer.args, "batch_by_tokens=True has no effect: %s.", reason.rstrip("."))
+    stock = all(getattr(type(trainer), name) is getattr(Trainer, name) for name in _LOADER)
+    known = stock and isinstance(batches, Batches) and trainer.args.train_sampling_strategy != "group_by_length"
+    found = on_rank_zero(lambda: find_lengths(*_rows_and_collator(trainer, trainer.train_dataset)) if known else None)
+    cuts, lengths = reason is None and (asked or (asked is None and _is_known(trainer))), None
+    if found is not None and len(set(found.tokens)) > 1:
+        fixed = len(set(found.padded)) == 1
+        together = rule.size if rule.cuts else None
+        lengths = Lengths.of(found.tokens, longest, padded_to_longest=fixed, padded_together=together)
+    return bool(cuts), lengths
+
+
+def _is_known(trainer: Trainer) -> bool:
+    """Return whether the model is one of transformers, whose types that depend on padding are known."""
+    model = trainer.model
+    return isinstance(model, nn.Module) and type(without_adapters(model)).__module__.startswith("transformers.models.")
+
+
+def _reason_against_lengths(trainer: Trainer, batches: Inputs | None, rule: MicroBatchRule) -> str | None:
+    """Return why a step's samples cannot be cut by length; None if they can. Collective."""
     args, config = trainer.args, getattr(trainer.model, "config", None)
     batch = batches(2) if isinstance(batches, Batches) else None
     padders = trainer.processing_class, getattr(trainer.data_collator, "tokenizer", None)
@@ -107,15 +133,12 @@ def _cuts_by_length(trainer: Trainer, batches: Inputs | None, rule: MicroBatchRu
         "samples are padded on the left": any(getattr(each, "padding_side", "right") == "left" for each in padders),
     }  # fmt: skip
     found = next((reason for reason, holds in reasons.items() if holds), None)
-    found = (
+    return (
         rule.kept
         or rule.differs
         or found
         or on_rank_zero(lambda: reason_against_cuts(batch, samples=2, by_length=True))
     )
-    if found is not None:
-        warn(args, "batch_by_tokens=True has no effect: %s.", found.rstrip("."))
-    return found is None
 
 
 def _global_batch_size(args: TrainingArguments, started_with: int | None) -> int:

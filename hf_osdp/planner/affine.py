@@ -14,14 +14,14 @@ class Affine:
     constant: float = 0.0
     per_sample: float = 0.0
 
-    def __call__(self, samples: int) -> float:
+    def __call__(self, samples: float) -> float:
         return self.constant + self.per_sample * samples
 
-    def bytes(self, samples: int) -> int:
+    def bytes(self, samples: float) -> int:
         """Return the value as whole bytes, rounded up and never negative."""
         return max(0, self.change(samples))
 
-    def change(self, samples: int) -> int:
+    def change(self, samples: float) -> int:
         """Return the value as whole bytes, rounded up; negative where more is freed than allocated."""
         return math.ceil(self(samples) - 1e-6)
 
@@ -46,7 +46,7 @@ class ScratchMoment:
     """Its bytes, up to the highest of `most`."""
     most: tuple[Affine, ...]
 
-    def bytes(self, samples: int) -> int:
+    def bytes(self, samples: float) -> int:
         """Return the live bytes, the kernel's own included, rounded up and never negative."""
         own = min(self.growing(samples), max(most(samples) for most in self.most)) if samples >= self.least else 0.0
         return max(0, math.ceil(self.live(samples) + own - 1e-6))
@@ -99,7 +99,7 @@ class Envelope:
         pieces = cls.above(piece for peak in peaks for piece in peak.pieces).pieces
         return cls(pieces=pieces, single=single, scratch=tuple(moment for peak in peaks for moment in peak.scratch))
 
-    def bytes(self, samples: int) -> int:
+    def bytes(self, samples: float) -> int:
         """Return the peak as whole bytes, rounded up and never negative."""
         pieces = self.pieces if samples > 1 or self.single is None else (Affine(constant=self.single),)
         moments: tuple[Affine | ScratchMoment, ...] = (*pieces, *self.scratch)

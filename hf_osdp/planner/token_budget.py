@@ -10,7 +10,11 @@ estimates are enough for the limit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
 
 _ROUND = 8
 """Rows are padded to a multiple of this, which matrix units prefer."""
@@ -28,6 +32,12 @@ class TokenBudget:
     """Longer rows than this were not planned for, and run alone."""
     overhead: int
     """Tokens that take as long as what each micro-batch costs beside them: gathers, launches, a loop's own work."""
+    least: int = 0
+    """Fewer tokens in a micro-batch take no less time, since something else is slower: the CPU, or gathers."""
+
+    def holding(self, tokens: int, samples: int) -> TokenBudget:
+        """Return the budget of so many tokens for a rank's step of so many samples."""
+        return replace(self, tokens=tokens, shortest=min(self.longest, max(_ROUND, tokens // samples)))
 
     def width(self, tokens: int) -> int:
         """Return the tokens to which a row is padded."""
@@ -40,28 +50,38 @@ class TokenBudget:
             lengths: tokens of the samples, from long to short. The longest runs alone if it exceeds the budget.
             parts: least number of micro-batches, at most as many as there are samples.
         """
-        widths = list(map(self.width, lengths))
-        best: list[tuple[int, int]] = [(0, 0)]
-        """For the first samples: their cost in tokens, and the size of the last micro-batch."""
-        for end in range(1, len(widths) + 1):
-            options = list[tuple[int, int]]()
-            for start in range(end - 1, -1, -1):
-                size = end - start
-                counted = max(widths[start], self.shortest)
-                if options and (size * counted > self.tokens or widths[start] > self.longest):
-                    break
-                options.append((best[start][0] + size * widths[start] + self.overhead, size))
-            best.append(min(options))
-        sizes, end = list[int](), len(widths)
-        while end:
-            sizes.insert(0, best[end][1])
-            end -= sizes[0]
-        while len(sizes) < parts:
-            starts = [sum(sizes[:part]) for part in range(len(sizes))]
+        cut, widths = list(_least_cost(self, tuple(lengths))), list(map(self.width, lengths))
+        while len(cut) < parts:
+            starts = [sum(cut[:part]) for part in range(len(cut))]
             _, part = max(
-                (size * widths[start], p)
-                for p, (size, start) in enumerate(zip(sizes, starts, strict=True))
-                if size > 1
+                (size * widths[start], p) for p, (size, start) in enumerate(zip(cut, starts, strict=True)) if size > 1
             )
-            sizes[part : part + 1] = [sizes[part] - sizes[part] // 2, sizes[part] // 2]
-        return sizes
+            cut[part : part + 1] = [cut[part] - cut[part] // 2, cut[part] // 2]
+        return cut
+
+    def padded(self, lengths: Sequence[int], parts: int = 1) -> list[int]:
+        """Return the tokens of each micro-batch, padding included; arguments as for `cut`."""
+        sizes = self.cut(lengths, parts)
+        starts = accumulate(sizes, initial=0)
+        return [size * self.width(lengths[start]) for size, start in zip(sizes, starts, strict=False)]
+
+
+@lru_cache(maxsize=64)
+def _least_cost(budget: TokenBudget, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    widths = np.array(list(map(budget.width, lengths)))
+    counted = np.maximum(widths, budget.shortest)
+    costs, last = np.zeros(len(widths) + 1), [0]
+    """For the first samples: their cost in tokens, and the size of the last micro-batch."""
+    for end in range(1, len(widths) + 1):
+        sizes = np.arange(end, 0, -1)
+        fits = (sizes * counted[:end] <= budget.tokens) & (widths[:end] <= budget.longest)
+        fits[-1] = True
+        cost = np.maximum(sizes * widths[:end], budget.least) + budget.overhead
+        found = np.where(fits, costs[:end] + cost, np.inf)
+        last.append(1 + int(found[::-1].argmin()))
+        costs[end] = found[-last[-1]]
+    cut, end = list[int](), len(widths)
+    while end:
+        cut.insert(0, last[end])
+        end -= cut[0]
+    return tuple(cut)

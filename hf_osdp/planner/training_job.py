@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from ..errors import refuse_first
 from .description import DType, ParameterSpec
+from .lengths import Lengths
 from .placement import STATE_OPTIONS, HostOptions
 
 Communication = Literal["exact", "bf16", "int8", "int4"]
@@ -270,6 +271,8 @@ class TrainingJob(Decisions):
     """Whether gradients are clipped by their norm before each optimizer step."""
     communication: Communication = EXACT
     """The coarsest format in which parameters and gradients may be sent, used where it is faster."""
+    lengths: Lengths | None = None
+    """Lengths of samples, which change seconds alone; None if all are as long as the longest."""
 
     def __post_init__(self) -> None:
         everything, states = STATE_OPTIONS

@@ -79,9 +79,10 @@ class OSDPConfig(Decisions):
 
     None takes it from the training arguments or the DataLoader.
     """
-    batch_by_tokens: bool = False
-    """Under the Trainer, sort each rank's samples of a step by length, and cut them into micro-batches of at most as
-    many tokens as the plan's, so that short ones are not padded to long ones; a step's samples stay the same."""
+    batch_by_tokens: bool | None = None
+    """Sort each rank's samples of a step by length, and cut them into micro-batches of at most as many tokens as the
+    plan's, so that short ones are not padded to long ones; a step's samples stay the same. None: where the Trainer's
+    loss and model allow it, and it saves time."""
     inputs: Callable[[int], Mapping[str, Any]] | None = None
     """A function from a number of samples to forward's keyword arguments, including labels, for a model whose batch
     cannot be derived; Python only. None makes a batch from the model."""

@@ -32,6 +32,7 @@ from ..modeling.batch import training_batch
 from ..modeling.build import drops_layers
 from ..modeling.split.candidates import possible_splits
 from ..planner.cost.placement import host_of
+from ..planner.cost.timing import price_micro_batches
 from ..planner.description import DType, ModelDescription
 from ..planner.grouping import grouped
 from ..planner.hardware import Hardware
@@ -54,6 +55,8 @@ from .job import Job
 from .run_profile import hardware_of_run, times_of_run
 
 _log = logging.getLogger(__name__)
+_GAIN = 0.05
+"""Share of a step that cutting by length has to save, if it was not asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +195,22 @@ class ProblemBuilder:
         return ProblemBuilder(self.model, job, hardware=self.hardware, times=self.times)
 
     def find(self) -> FoundPlan:
-        """Search on rank 0. Collective."""
+        """Search on rank 0, also for a step that is cut by length if the loop can do so. Collective."""
+        found, lengths, asked = self._find(), self._training.lengths, self.job.config.batch_by_tokens
+        plan, problem = found.outcome, found.problem
+        if lengths is None or not self.job.cuts_by_length or asked is False or isinstance(plan, InfeasibleError):
+            return found
+        layouts, as_loaded = plan.layouts(problem.description), self._training
+        budget = on_rank_zero(lambda: price_micro_batches(problem.description, layouts, problem.hardware, problem.job))
+        self._training = replace(self._training, lengths=replace(lengths, budget=budget))
+        cut = self._find()
+        steps = [one.outcome.step_s or 0.0 for one in (found, cut) if isinstance(one.outcome, Plan)]
+        if asked or (len(steps) == 2 and steps[1] < (1 - _GAIN) * steps[0]):
+            return cut
+        self._training = as_loaded
+        return found
+
+    def _find(self) -> FoundPlan:
         whole = self.build()
         split = on_rank_zero(lambda: self._best_split(whole))
         problem = whole if split == whole.description.split else self.build(split)

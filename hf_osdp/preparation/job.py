@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import refuse_first
+from ..planner.lengths import Lengths
 from ..planner.optimizers import impossible_places
 from ..planner.placement import ACTIVATION_OPTION
 from ..planner.training_job import Decisions, OptimizerSpec, Precision, TrainingJob
@@ -46,8 +47,12 @@ class Job:
     optimizer: OptimizerSpec
     inputs: Inputs | None = None
     """Returns a batch of the data for a number of samples; None makes a batch for a transformers model."""
+    cuts_by_length: bool = False
+    """The loop can cut a step's samples by length, under a budget of tokens."""
     inputs_of_length: Callable[[int], Inputs] | None = None
-    """Returns `inputs` with rows of other lengths, if the loop can cut a step's samples by length."""
+    """Returns `inputs` with rows of other lengths, for `cuts_by_length`."""
+    lengths: Lengths | None = None
+    """Lengths of the data's samples, if they are known and differ."""
     loss: Loss | None = None
     """Computes the loop's loss of a batch; None is the model's own loss."""
     other_models: Mapping[str, int] = field(default_factory=dict)
@@ -85,9 +90,9 @@ class Job:
                 self.activation_checkpointing and getattr(self.config, option) is value
             for option, value in _IGNORED_WITH_CHECKPOINTING
         }  # fmt: skip
-        refused["batch_by_tokens=True is for the Trainer; leave it out."] = (
-            self.config.batch_by_tokens and self.inputs_of_length is None
-        )
+        refused[
+            "batch_by_tokens=True needs rows of other lengths, but OSDPConfig(inputs=...) gives one; leave it out."
+        ] = self.cuts_by_length and self.inputs is not None and self.inputs_of_length is None
         refuse_first(refused)
 
     @property
@@ -106,7 +111,7 @@ class Job:
         training = TrainingJob(
             global_batch_size=config.global_batch_size, precision=self.precision, optimizer=self.optimizer,
             holds_outputs=self.holds_outputs, clips_gradients=self.clips_gradients,
-            communication=config.communication,
+            communication=config.communication, lengths=self.lengths,
             **decided,
         )  # fmt: skip
         training.micro_batch_sizes(self.world_size)

@@ -14,9 +14,10 @@ from torch.utils._pytree import tree_leaves
 from ..distributed.consensus import on_rank_zero, require_same_run
 from ..distributed.mesh import find_topology, rank
 from ..errors import PlanError, PreflightError, refuse_first
-from ..modeling.batch import check_inputs
+from ..modeling.batch import check_inputs, training_batch
 from ..modeling.quantized import pack
 from ..planner.cost.evaluate import PlanEstimate
+from ..planner.cost.timing import price_micro_batches
 from ..planner.description import ModelDescription, UnitDescription
 from ..planner.grouping import joined
 from ..planner.hardware import Hardware
@@ -97,9 +98,14 @@ def plan_run(model: nn.Module, job: Job) -> PlannedRun:
 
     run = _searched(model, job) if job.config.plan is None else _given(model, job)
     planning_s = time.perf_counter() - started
-    budget = on_rank_zero(lambda: _token_budget(run, job, model)) if job.config.batch_by_tokens else None
-    if budget is None and job.config.batch_by_tokens and rank() == 0:
-        _log.warning("batch_by_tokens=True has no effect: the limit leaves no room for a step's batches.")
+    budget, lengths = None, run.inputs.job.lengths
+    if job.cuts_by_length and (job.config.batch_by_tokens or (lengths and lengths.budget)):
+        budget = on_rank_zero(lambda: _token_budget(run, job, model))
+        if budget is None:
+            job = replace(job, cuts_by_length=False)
+            run = _searched(model, job) if job.config.plan is None else run
+            if rank() == 0 and job.config.batch_by_tokens:
+                _log.warning("batch_by_tokens=True has no effect: the limit leaves no room for a step's batches.")
     return replace(run, planning_s=planning_s, findings=_findings(run, job, model), trains=job.trains, budget=budget)
 
 
@@ -108,9 +114,9 @@ def _token_budget(run: PlannedRun, job: Job, model: nn.Module) -> TokenBudget | 
     limit; None if even micro-batches of one sample do not fit beside what is loaded.
     """
     plan, hardware, inputs_of = run.plan, run.hardware, job.inputs_of_length
-    assert inputs_of is not None
     samples, longest = plan.micro_batch_size * plan.accumulation_steps, plan.sequence_length
-    loaded_bytes = sum(t.nbytes for t in tree_leaves(dict(inputs_of(longest)(1))) if isinstance(t, torch.Tensor))
+    loaded = dict(inputs_of(longest)(1)) if inputs_of is not None else training_batch(model, longest)(1)
+    loaded_bytes = sum(t.nbytes for t in tree_leaves(loaded) if isinstance(t, torch.Tensor))
     if hardware is None or plan.memory_limit_bytes is None:
         room_bytes = _peak_bytes(plan, run.inputs)
     else:
@@ -125,7 +131,7 @@ def _token_budget(run: PlannedRun, job: Job, model: nn.Module) -> TokenBudget | 
         again = replace(plan, micro_batch_size=size, accumulation_steps=max(2, plan.accumulation_steps))
         inputs = run.inputs
         if length != longest:
-            of_length = replace(job.asking(sequence_length=length), inputs=inputs_of(length))
+            of_length = replace(job.asking(sequence_length=length), inputs=inputs_of and inputs_of(length))
             description = Describer(model, of_length).describe(plan.split.of_single_blocks)
             inputs = replace(inputs, description=grouped_as_planned(description, plan))
         return inputs.estimate(again).memory.peak_bytes <= room_bytes
@@ -133,19 +139,15 @@ def _token_budget(run: PlannedRun, job: Job, model: nn.Module) -> TokenBudget | 
     sizes = range(plan.micro_batch_size, 0, -1)
     if (size := next((size for size in sizes if fits(longest, size * longest)), None)) is None:
         return None
-    tokens = size * longest
-    shortest = min(longest, max(8, tokens // samples))
+    budget = TokenBudget(tokens=longest, shortest=longest, longest=longest, overhead=longest)
+    if hardware is not None:
+        description, job_ = run.inputs.description, run.inputs.job
+        budget = price_micro_batches(description, plan.layouts(description), hardware, job_)
+    budget = budget.holding(tokens := size * longest, samples)
+    shortest = budget.shortest
     while not fits(shortest, tokens):
         shortest = min(longest, 2 * shortest)
-    overhead = tokens // 8
-    once, twice = (
-        run.inputs.estimate(replace(plan, micro_batch_size=times * plan.micro_batch_size)).time for times in (1, 2)
-    )
-    of_tokens_s = twice.total("compute_s") - once.total("compute_s") if once and twice else 0.0
-    if once is not None and of_tokens_s > 0:
-        beside_s = once.total("compute_s") + once.total("exposed_s") + once.total("copy_s") - of_tokens_s
-        overhead = max(tokens // 32, int(tokens * beside_s / of_tokens_s))
-    return TokenBudget(tokens=tokens, shortest=shortest, longest=longest, overhead=overhead)
+    return replace(budget, shortest=shortest)
 
 
 def _searched(model: nn.Module, job: Job) -> PlannedRun:

@@ -116,8 +116,9 @@ def _estimated(plan: Plan, inputs: PlanInputs) -> Content:
         "margin_bytes": 0 if hardware is None or limit is None else limit - hardware.room_bytes(limit),
         "host_bytes": memory.host_bytes,
         "step_s": None if time is None else time.step_s,
+        "expected": _expected(plan, inputs),
         "step_breakdown": None if time is None else {term: time.total(term) for term in TIME_TERMS},
-        "utilisation": _utilisation(plan, inputs.description, hardware),
+        "utilisation": _utilisation(plan, inputs),
         "streams": _streams(estimate),
         "units": _rows(plan, inputs.description, estimate),
         "moments": [
@@ -131,15 +132,28 @@ def _estimated(plan: Plan, inputs: PlanInputs) -> Content:
     }
 
 
-def _utilisation(plan: Plan, description: ModelDescription, hardware: Hardware | None) -> Content | None:
+def _expected(plan: Plan, inputs: PlanInputs) -> Content | None:
+    """Return the micro-steps of an expected step, the tokens of one, padding included, and those of a sample; None if
+    all samples count as the longest.
+    """
+    if (lengths := inputs.job.lengths) is None:
+        return None
+    batch = lengths.expected(plan.batch, plan.world_size)
+    tokens = batch.micro_batch_size * lengths.longest
+    return {"micro_steps": batch.accumulation_steps, "tokens": tokens, "sample_tokens": lengths.mean}
+
+
+def _utilisation(plan: Plan, inputs: PlanInputs) -> Content | None:
     """Return the share of the devices' peak that the model's own operations reach, without those that are computed
     again (model FLOPs utilisation), and that peak; None if it is not known.
     """
+    description, hardware = inputs.description, inputs.hardware
     peak = None if hardware is None else peak_rate(hardware.device, description.compute_dtype)
     if peak is None or not plan.step_s:
         return None
     phases = (phase for segment in description.segments for phase in (segment.forward, segment.backward))
-    flops = plan.accumulation_steps * sum(phase.flops(plan.micro_batch_size) for phase in phases)
+    batch = plan.batch if inputs.job.lengths is None else inputs.job.lengths.expected(plan.batch, plan.world_size)
+    flops = batch.accumulation_steps * sum(phase.flops(batch.micro_batch_size) for phase in phases)
     share = flops / plan.step_s / peak
     return {"share": share, "flops_per_s": peak, "dtype": description.compute_dtype.value}
 

@@ -108,7 +108,7 @@ def plan_lines(content: Content, *, proof: bool = True) -> list[str]:
             line += f" ({host['source']})" if host["source"].startswith("assumed") else ""
         lines.append(f"{line}.")
     if (terms := estimated["step_breakdown"]) is not None:
-        lines += [_step_line(plan, estimated["step_s"], terms), *_waits_line(plan, estimated["step_s"], terms)]
+        lines += [_step_line(plan, estimated, terms), *_waits_line(plan, estimated["step_s"], terms)]
     if not plan.split.is_none:
         lines.append(f"How the model is cut: {plan.split.describe()}.")
     if formats := {form.value for unit in plan.units for form in unit.formats.values()}:
@@ -127,13 +127,21 @@ def _peak_line(plan: Plan, estimated: Content) -> str:
     return f"Peak {peak}{of} in {estimated['peak_phase']} of {estimated['peak_unit']}: {listed}."
 
 
-def _step_line(plan: Plan, step_s: float, terms: Content) -> str:
+def _step_line(plan: Plan, estimated: Content, terms: Content) -> str:
+    step_s, expected = estimated["step_s"], estimated["expected"]
     samples = plan.global_batch_size / step_s if step_s else 0.0
-    tokens = f", {samples * plan.sequence_length:,.0f} tokens/s" if plan.sequence_length > 1 else ""
+    of_sample, without = (expected["sample_tokens"], " without padding") if expected else (plan.sequence_length, "")
+    tokens = f", {samples * of_sample:,.0f} tokens/s{without}" if plan.sequence_length > 1 else ""
     parts = ", ".join(f"{name} {format_seconds(terms[term])}" for name, term in _STEP_TERMS.items())
     gathers = terms["update_gathers_s"]
     of_it = f", of which gathers of whole updates {format_seconds(gathers)}" if gathers else ""
-    return f"Step {format_seconds(step_s)}, {samples:.1f} samples/s{tokens}: {parts}{of_it}."
+    step = f"Step {format_seconds(step_s)}, {samples:.1f} samples/s{tokens}: {parts}{of_it}."
+    if expected is None:
+        return step
+    return (
+        f"{step} Samples have {of_sample:.0f} of {plan.sequence_length} tokens in the mean: a step is expected to run"
+        f" {expected['micro_steps']:.1f} micro-batches of {expected['tokens']:,.0f} tokens, padding included."
+    )
 
 
 def _waits_line(plan: Plan, step_s: float, terms: Content) -> Iterator[str]:

@@ -128,7 +128,7 @@ NO_TRANSFER = HostTransfer()
 
 
 def host_transfers(
-    description: ModelDescription, hardware: Hardware, samples: int, activations: Activations
+    description: ModelDescription, hardware: Hardware, samples: float, activations: Activations
 ) -> tuple[HostTransfer, ...]:
     """Return each unit's copies under its own choice of activations; HardwareError if they need a host that is not
     known.

@@ -12,11 +12,16 @@ from ..decision import Batch, UnitLayout
 from ..description import GatherSpan, ModelDescription, PhaseCost, Recomputation, UnitDescription
 from ..hardware import Collective, Hardware
 from ..placement import Activations
+from ..token_budget import TokenBudget
 from ..training_job import TrainingJob
 from .collectives import TWO_STAGE
 from .placement import NO_TRANSFER, HostTransfer, host_transfers
 from .units import UnitSeconds, once_per_shape, queue_seconds, unit_seconds
 
+_LARGE = 2**16
+"""Samples of a micro-batch that waits for nothing but compute."""
+_LEAST_OF_TOKEN_S = 1e-12
+"""Seconds of a token where they are too few to be known."""
 ACTIVATIONS = "activations"
 """The stream that copies activations to the host and back."""
 
@@ -86,7 +91,7 @@ def phase_affine(phase: PhaseCost, description: ModelDescription, hardware: Hard
 
 
 def phases(
-    description: ModelDescription, hardware: Hardware, samples: int, activations: Activations
+    description: ModelDescription, hardware: Hardware, samples: float, activations: Activations
 ) -> list[tuple[float, float]]:
     """Return the device's seconds and the CPU's seconds to issue them, of each segment's forward and backward in turn;
     all units have the same choice of activations.
@@ -128,7 +133,7 @@ def passes(
 def unit_work(
     description: ModelDescription,
     hardware: Hardware,
-    samples: int,
+    samples: float,
     activations: Activations = Activations.SAVE,
     queued: Sequence[tuple[float, float]] = (),
     *,
@@ -158,6 +163,8 @@ class UnitTimer:
     """Time of each unit of a description in an optimizer step, which does not depend on the layouts of other units."""
 
     def __init__(self, description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch) -> None:
+        if job.lengths is not None:
+            batch = job.lengths.expected(batch, hardware.world_size)
         self._description, self._hardware, self._job, self._batch = description, hardware, job, batch
         self.terms = once_per_shape(description.units, partial(unit_seconds, hardware=hardware, job=job))
         self.transfers = cache(partial(host_transfers, description, hardware, batch.micro_batch_size))
@@ -249,7 +256,7 @@ class Overlap(NamedTuple):
     compute.
     """
 
-    times: int
+    times: float
     hidden_s: float
     seconds: Mapping[str, float]
     """Seconds of one time, by collective, and of copies (`ACTIVATIONS`)."""
@@ -296,3 +303,29 @@ def estimate_time(
 ) -> TimeEstimate:
     """Return the seconds of one optimizer step, as `UnitTimer.estimate`."""
     return UnitTimer(description, hardware, job, batch).estimate(layouts)
+
+
+def price_micro_batches(
+    description: ModelDescription, layouts: Sequence[UnitLayout], hardware: Hardware, job: TrainingJob
+) -> TokenBudget:
+    """Return a budget of one longest row, with what a micro-batch costs under these layouts beside its tokens.
+
+    Its seconds are a line where it is large, and more than that where a small one waits for the CPU or for gathers.
+    """
+    longest = description.sequence_length
+
+    def seconds(samples: int) -> float:
+        two, three = (
+            estimate_time(description, layouts, hardware, replace(job, lengths=None), batch).step_s
+            for batch in (Batch(micro_batch_size=samples, accumulation_steps=steps) for steps in (2, 3))
+        )
+        return three - two
+
+    large = [seconds(samples) for samples in (_LARGE, 2 * _LARGE)]
+    of_token = max((large[1] - large[0]) / (_LARGE * longest), _LEAST_OF_TOKEN_S)
+    fixed = max(0.0, 2 * large[0] - large[1])
+    least = max(0.0, seconds(0) - fixed)
+    return TokenBudget(
+        tokens=longest, shortest=longest, longest=longest, overhead=round(fixed / of_token),
+        least=round(least / of_token),
+    )  # fmt: skip
