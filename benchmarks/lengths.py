@@ -1,18 +1,20 @@
 """Compare training on samples of unequal lengths with the stock Trainer, at the same samples in each step.
 
-    python benchmarks/lengths.py --data FOLDER [--cases NAME...] [--turns N] [--json FILE]
+    python benchmarks/lengths.py --data FOLDER [--cases NAME...] [--turns N] [--epoch] [--json FILE]
 
 Small models train on two CPU processes with gloo, 8 samples at once and 64 in a rank's step, on real text: sentences
 of SST-2, pairs of RTE, lines of WikiText-2 (FOLDER has `glue/` and `wikitext-2/` with their files, and `tokenizers/`).
 Contestants are the stock Trainer (DDP), our Trainer, and ours with `batch_by_tokens=True`, both under the limit that 8
-of the longest samples need when the model is replicated. All processes stay alive and take a step in turn. The last
-line is the headline.
+of the longest samples need when the model is replicated. All processes stay alive and take a step in turn. `estimated`
+is the plan's step over the measured one. With `--epoch` an epoch by tokens runs instead, and the highest peak of its
+steps stands beside the limit. The last line is the headline.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -45,6 +47,7 @@ from transformers import (
 
 from benchmarks.shared import Forks
 from hf_osdp import OSDPConfig, Trainer
+from hf_osdp.tracing.memory_tracker import MemoryTracker
 
 AT_ONCE, TIMES, RANKS, LONGEST = 8, 8, 2, 256
 CONTESTANTS = ("stock", "ours", "by tokens")
@@ -106,16 +109,25 @@ def main() -> int:
     parser.add_argument("--data", type=Path, required=True, help="folder of the text and tokenizers")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="texts")
     parser.add_argument("--turns", type=int, default=6, help="measured steps of each contestant")
+    parser.add_argument("--epoch", action="store_true", help="measure the peaks of an epoch instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all rows to this file")
     options = parser.parse_args()
     found = {}
+    if options.epoch:
+        for case in options.cases:
+            print(f"{case}: {_of_epoch(CASES[case], options.data)}", flush=True)
+        return 0
     for case in options.cases:
         rows = found[case] = measure(CASES[case], options.data, options.turns)
-        print(f"\n{case}\n{'':<12}{'seconds of a step':>18}{'real tokens/s':>15}{'of stock':>10}{'micro-batches':>15}")
+        print(
+            f"\n{case}\n{'':<12}{'seconds of a step':>18}{'real tokens/s':>15}{'of stock':>10}{'micro-batches':>15}"
+            f"{'estimated':>11}"
+        )
         for name, row in rows.items():
             print(
                 f"{name:<12}{row['step_s']:>18.2f}{row['tokens_per_s']:>15,.0f}"
-                f"{row['tokens_per_s'] / rows['stock']['tokens_per_s']:>10.2f}{row['micro_batches']:>15.1f}",
+                f"{row['tokens_per_s'] / rows['stock']['tokens_per_s']:>10.2f}{row['micro_batches']:>15.1f}"
+                f"{row['estimated']:>11.2f}",
                 flush=True,
             )
     if options.json:
@@ -131,10 +143,10 @@ def measure(case: Case, data: Path, turns: int) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory(prefix="lengths_") as folder:
         start = partial(Forks, world_size=RANKS)
         limit = start(_limit, case, data, folder, title="limit").answers()[0]
-        contestants = []
+        contestants, planned_s = [], {}
         for name in CONTESTANTS:
             contestants.append(start(_train, case, data, name, limit, turns + UNTIMED, f"{folder}/{name}", title=name))
-            contestants[-1].answers()  # it is ready
+            planned_s[name] = contestants[-1].answers()[0]  # it is ready
         steps: dict[str, list[list[tuple[float, int, int]]]] = {name: [] for name in CONTESTANTS}
         for turn in range(turns + UNTIMED):
             for contestant in contestants:
@@ -150,9 +162,45 @@ def measure(case: Case, data: Path, turns: int) -> dict[str, dict[str, float]]:
         rows[name] = {
             "step_s": statistics.median(seconds),
             "tokens_per_s": tokens / sum(seconds),
+            "estimated": planned_s[name] / statistics.median(seconds),
             "micro_batches": statistics.fmean(calls for step in taken for *_, calls in step),
         }
     return rows
+
+
+def _of_epoch(case: Case, data: Path) -> str:
+    """Return what the highest peak of an epoch's steps was, on any rank."""
+    with tempfile.TemporaryDirectory(prefix="lengths_") as folder:
+        start = partial(Forks, world_size=RANKS)
+        limit = start(_limit, case, data, folder, title="limit").answers()[0]
+        peaks = start(_peaks, case, data, limit, f"{folder}/epoch", title="epoch").answers()
+    highest = max(max(found) for found in peaks)
+    steps = f"{len(peaks[0])} steps"
+    return f"highest peak {highest / 2**20:.1f} MiB of {limit / 2**20:.1f} MiB in {steps}, {highest / limit:.3f}"
+
+
+class Peaks(TrainerCallback):
+    """Collect the peak of the tensors of each step but the first, which makes the optimizer's states."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+        self._tracker: MemoryTracker | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step:
+            optimizer = kwargs["optimizer"]
+            parameters = list(kwargs["model"].parameters())
+            states = [value for state in optimizer.state.values() for value in state.values()]
+            grads = [parameter.grad for parameter in parameters]
+            tensors = [*parameters, *kwargs["model"].buffers(), *grads, *states]
+            self._tracker = MemoryTracker(block_bytes=1, device_type="cpu")
+            self._tracker.track([one for one in tensors if isinstance(one, torch.Tensor)])
+            self._tracker.__enter__()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._tracker is not None:
+            self._tracker.__exit__(None, None, None)
+            self.found.append(self._tracker.peak_bytes)
 
 
 class Turns(TrainerCallback):
@@ -183,7 +231,8 @@ class Turns(TrainerCallback):
 def _arguments(out: str, steps: int) -> TrainingArguments:
     torch.set_num_threads(1)
     return TrainingArguments(
-        output_dir=out, max_steps=steps, per_device_train_batch_size=AT_ONCE, gradient_accumulation_steps=TIMES,
+        output_dir=out, max_steps=steps, num_train_epochs=1,
+        per_device_train_batch_size=AT_ONCE, gradient_accumulation_steps=TIMES,
         use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no", logging_steps=10,
     )  # fmt: skip
 
@@ -196,16 +245,25 @@ def _limit(pipe: Connection, rank: int, case: Case, data: Path, out: str) -> Non
     pipe.send(plan.peak_bytes)
 
 
+def _peaks(pipe: Connection, rank: int, case: Case, data: Path, limit: int, out: str) -> None:
+    """Train an epoch by tokens as one rank, and send its peaks."""
+    asked, peaks = OSDPConfig(memory_limit=limit, batch_by_tokens=True, compare=False), Peaks()
+    trainer = Trainer(args=_arguments(out, -1), osdp=asked, callbacks=[peaks], **case.arguments(data))
+    trainer.train()
+    pipe.send(peaks.found)
+
+
 def _train(pipe: Connection, rank: int, case: Case, data: Path, name: str, limit: int, steps: int, out: str) -> None:
     """Train as one rank of a contestant."""
     given = {"args": _arguments(out, steps), **case.arguments(data)}
     if name == "stock":
-        trainer = transformers.Trainer(**given)
+        trainer, planned_s = transformers.Trainer(**given), math.nan
     else:
         trainer = Trainer(**given, osdp=OSDPConfig(memory_limit=limit, batch_by_tokens=name == "by tokens"))
-        assert trainer.plan is not None  # planned here
+        assert trainer.plan is not None and trainer.plan.step_s is not None  # planned here
+        planned_s = trainer.plan.step_s
     trainer.add_callback(Turns(pipe, trainer.model))
-    pipe.send("ready")
+    pipe.send(planned_s)
     trainer.train()
     pipe.send("done")
 

@@ -68,7 +68,8 @@ def micro_batches(
     Args:
         batches: as the stock Trainer runs them, each with padding to its own longest sample.
         size: most samples of a micro-batch. Batches of equal shapes are joined to reach it.
-        budget: decides in place of `size`, takes samples from long to short, and joins all of them.
+        budget: where the batches of all ranks allow it, decides in place of `size`, takes samples from long to short,
+            and joins all of them.
         averages: whether losses are means over samples.
         pad_token: what `input_ids` are filled with where rows become longer.
 
@@ -89,6 +90,8 @@ def micro_batches(
         reason = reason or "its batches have different numbers of samples"
     if reason is not None:
         _agreed(1, 0, 0)
+        if budget is not None:
+            return micro_batches(batches, size, averages=averages)
         raise _uncut(reason)
     shapes = {tuple((name, value.dtype, value.shape) for name, value in batch.items()) for batch in batches}
     if budget is None:
@@ -98,6 +101,8 @@ def micro_batches(
         lengths, order = _sorted(lengths_of(joined))
         unlike, count = 0, len(budget.cut(lengths))
     failed, unlike, most, least = _agreed(0, unlike, count)
+    if failed and budget is not None:
+        return micro_batches(batches, size, averages=averages)
     if failed or (budget is None and least < most):
         raise _uncut("another rank cannot cut its own" if failed else "ranks have different numbers of samples")
     if budget is not None:
@@ -112,8 +117,8 @@ def micro_batches(
 
 def _uncut(reason: str) -> OSDPError:
     return OSDPError(
-        f"A step cannot be cut into the plan's micro-batches: {reason}; set batch_by_tokens=False, and"
-        " micro_batch_size to the samples of the arguments' batches."
+        f"A step cannot be cut into the plan's micro-batches: {reason}; set micro_batch_size to the samples of the"
+        " arguments' batches."
     )
 
 
@@ -154,8 +159,12 @@ def _reason_against(batch: Batch, *, averages: bool, by_length: bool) -> str | N
     labels = batch.get(_LABELS)
     if averages and labels is not None and labels.dim() == 1 and bool((labels == _IGNORED).any()):
         return "some of its samples have no label, and so weigh nothing in the loss"
-    padded_left = by_length and bool((batch[_MASK][:, 1:] > batch[_MASK][:, :-1]).any())
-    return "its samples are padded on the left" if padded_left else None
+    return "its samples are padded on the left" if by_length and is_padded_left(batch) else None
+
+
+def is_padded_left(batch: Batch) -> bool:
+    """Return whether a sample's padding is before its tokens."""
+    return _MASK in batch and bool((batch[_MASK][:, 1:] > batch[_MASK][:, :-1]).any())
 
 
 def _joined(batches: Sequence[Batch], pad_token: int = 0) -> Batch:

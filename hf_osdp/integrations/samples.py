@@ -24,7 +24,7 @@ from ..modeling.batch import random_states_kept, with_row_length
 from ..modeling.identity import holds_datasets
 from ..modeling.replaced import replaced
 from ..preparation.config import OSDPConfig
-from .micro_batches import lengths_of
+from .micro_batches import is_padded_left, lengths_of
 
 _MAX_SAMPLES = 2**18
 """Most samples to read by their index."""
@@ -111,6 +111,8 @@ class RowLengths(NamedTuple):
     """Up to each row's last token that is not padding."""
     padded: tuple[int, ...]
     """With the padding that a row has alone."""
+    on_the_left: bool
+    """Whether a shorter row has its padding before its tokens."""
 
 
 def find_lengths(dataset: Any, collate: Collate) -> RowLengths | None:  # noqa: ANN401  of any library
@@ -132,13 +134,13 @@ def find_lengths(dataset: Any, collate: Collate) -> RowLengths | None:  # noqa: 
                     break
             extremes = sorted(found)[:: max(1, len(found) - 1)]
             together = _collate(collate, [found[pair] for pair in extremes])
+            widest = max((width for _, width in extremes), default=0)
+            if tokens_of(together) != widest or len(lengths_of(together)) != len(extremes):
+                return None
     except Exception:  # of a user's dataset or collator, which has no such rows
         return None
-    if tokens_of(together) != max((width for _, width in extremes), default=0) or len(lengths_of(together)) != len(
-        extremes
-    ):
-        return None
-    return RowLengths(*zip(*lengths, strict=True))
+    tokens, padded = zip(*lengths, strict=True)
+    return RowLengths(tokens, padded, is_padded_left(together))
 
 
 def _longest_samples(dataset: Any) -> tuple[list[Any], int, bool]:  # noqa: ANN401  of any library

@@ -96,12 +96,14 @@ def _lengths(
     """Return whether a step's samples can be cut by length, and the lengths of the data's samples if they are known.
     Collective.
     """
-    asked, reason = trainer.accelerator.config.batch_by_tokens, _reason_against_lengths(trainer, batches, rule)
-    if asked and reason is not None:
-        warn(trainer.args, "batch_by_tokens=True has no effect: %s.", reason.rstrip("."))
     stock = all(getattr(type(trainer), name) is getattr(Trainer, name) for name in _LOADER)
     known = stock and isinstance(batches, Batches) and trainer.args.train_sampling_strategy != "group_by_length"
     found = on_rank_zero(lambda: find_lengths(*_rows_and_collator(trainer, trainer.train_dataset)) if known else None)
+    asked, reason = trainer.accelerator.config.batch_by_tokens, _reason_against_lengths(trainer, batches, rule)
+    if reason is None and found is not None and found.on_the_left:
+        reason = "samples are padded on the left"
+    if asked and reason is not None:
+        warn(trainer.args, "batch_by_tokens=True has no effect: %s.", reason.rstrip("."))
     cuts, lengths = reason is None and (asked or (asked is None and _is_known(trainer))), None
     if found is not None and len(set(found.tokens)) > 1:
         fixed = len(set(found.padded)) == 1
@@ -120,7 +122,6 @@ def _reason_against_lengths(trainer: Trainer, batches: Inputs | None, rule: Micr
     """Return why a step's samples cannot be cut by length; None if they can. Collective."""
     args, config = trainer.args, getattr(trainer.model, "config", None)
     batch = batches(2) if isinstance(batches, Batches) else None
-    padders = trainer.processing_class, getattr(trainer.data_collator, "tokenizer", None)
     reasons = {
         "the model has rows of two lengths": getattr(config, "is_encoder_decoder", False),
         "compiled blocks would be compiled for each length": trainer.accelerator.config.compile,
@@ -130,7 +131,6 @@ def _reason_against_lengths(trainer: Trainer, batches: Inputs | None, rule: Micr
         "NEFTune's noise depends on padding": args.neftune_noise_alpha,
         f"outputs of {getattr(config, 'model_type', '')} may depend on padding":
             getattr(config, "model_type", "") in DEPEND_ON_PADDING,
-        "samples are padded on the left": any(getattr(each, "padding_side", "right") == "left" for each in padders),
     }  # fmt: skip
     found = next((reason for reason, holds in reasons.items() if holds), None)
     return (
