@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,6 +24,7 @@ from ..sharding.state import full_state_dict
 from ..sharding.steps import micro_step
 from .accelerator_preparation import AcceleratorPreparation
 from .launch import launch_request
+from .micro_batches import parts_of_step
 from .plugin import plugin_for, precision_of, with_dynamo
 
 _REFUSED = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
@@ -135,6 +136,25 @@ class OSDPAccelerator(AcceleratorPreparation):
         """Run backward as `Accelerator.backward`, and explain an out-of-memory error in it."""
         with self.out_of_memory_explained():
             super().backward(loss, **kwargs)
+
+    def micro_batches(
+        self, model: nn.Module, batches: Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]
+    ) -> Iterator[tuple[dict[str, torch.Tensor], float]]:
+        """Cut this rank's samples of one optimizer step, with `OSDPConfig(batch_by_tokens=True)` by length; see
+        `OptimalShardedDataParallel.micro_batches`. Collective.
+
+        ```python
+        for step in loader:                         # batches of plan.samples_per_rank samples
+            for batch, share in accelerator.micro_batches(model, step):
+                accelerator.backward(model(**batch).loss * share)
+            optimizer.step()
+        ```
+        """
+
+        def context(is_last: bool) -> AbstractContextManager[None]:
+            return nullcontext() if is_last else self.no_sync(model)
+
+        return parts_of_step(self._planned, model, batches, context)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return the context of a micro-step that is not the last; the plan decides which gradients are reduced in

@@ -34,8 +34,9 @@ from ..sharding.optimizer_steps import bind_optimizer, reason_against_unit_steps
 from ..sharding.replicas import is_under_plan
 from .announce import announce_result, plan_and_announce
 from .checkpoints import AcceleratorCheckpoints
+from .micro_batches import refuse_lengths
 from .plugin import OSDPPlugin, unwrapped
-from .samples import batches_of_loader, with_length_of_inputs
+from .samples import Batches, batches_of_loader, lengths_of_loader, with_length_of_inputs
 from .sharding import apply_plan_unsharded, prepare_late_optimizers, shard_model
 
 T = TypeVar("T")
@@ -82,7 +83,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         model, config = unwrapped(model, self.config)
         config = replace(config, **{name: value for name, value in sizes.items() if value})
         plan = self._make_plan(model, config, [optimizer])
-        self.gradient_accumulation_steps = plan.accumulation_steps
+        self.gradient_accumulation_steps = 1 if config.batch_by_tokens else plan.accumulation_steps
         return plan
 
     def use_plan(self, run: PlannedRun) -> None:
@@ -103,7 +104,12 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         """Return the options with the sizes of the training loader's batches, and these batches."""
         inputs, length = batches_of_loader(loader, model, config.sequence_length)
         size, micro, global_batch = self._batch_size(loader), config.micro_batch_size, config.global_batch_size
-        if micro not in (None, size):
+        if config.batch_by_tokens and self.gradient_accumulation_steps != 1:
+            raise ValueError(
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps}, but with batch_by_tokens=True each"
+                " batch is a whole step; set it to 1."
+            )
+        if not config.batch_by_tokens and micro not in (None, size):
             raise ValueError(f"micro_batch_size={micro}, but the DataLoader's batches hold {size}; make them agree.")
         if size is not None:
             samples = size * self.num_processes * self.gradient_accumulation_steps
@@ -113,7 +119,8 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
                     f" {self.gradient_accumulation_steps} accumulation steps make {samples}; make them agree."
                 )
             global_batch = samples
-        config = replace(config, sequence_length=length, micro_batch_size=size, global_batch_size=global_batch)
+        micro = micro if config.batch_by_tokens else size
+        config = replace(config, sequence_length=length, micro_batch_size=micro, global_batch_size=global_batch)
         return config, inputs
 
     def _make_plan(
@@ -128,6 +135,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         """
         config, inputs = (config, None) if loader is None else self._for_loader(config, loader, model)
         config = with_length_of_inputs(config, model, known=inputs is not None)
+        refuse_lengths(config, model)
         refuse_first({
             "The sequence length is not known; give OSDPConfig(sequence_length=...) or accelerator.plan(...).":
                 config.sequence_length is None,
@@ -149,6 +157,9 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
                 ]
             ),
             inputs=inputs,
+            cuts_by_length=bool(config.batch_by_tokens),
+            inputs_of_length=inputs.with_rows if isinstance(inputs, Batches) else None,
+            lengths=None if loader is None else lengths_of_loader(loader, config.sequence_length),
             holds_outputs=True,  # as the usual loop does: `out = model(**batch); accelerator.backward(out.loss)`
             activation_checkpointing=bool(self.plugin.activation_checkpointing),
             against_unit_steps=next(filter(None, map(reason_against_unit_steps, made)), None),
@@ -172,7 +183,8 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
             self._make_plan(model, config, optimizers, loader)
             return
         steps, samples = self.gradient_accumulation_steps, config.global_batch_size
-        if samples is not None and config.plan is None and config.micro_batch_size is None:
+        by_tokens = config.batch_by_tokens
+        if samples is not None and config.plan is None and config.micro_batch_size is None and not by_tokens:
             size, rest = divmod(samples, self.num_processes * steps)
             if rest:
                 raise ValueError(
@@ -180,7 +192,8 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
                     " accumulation steps; make them agree."
                 )
             config = replace(config, micro_batch_size=size)
-        planned = self._make_plan(model, config, optimizers).accumulation_steps
+        plan = self._make_plan(model, config, optimizers)
+        planned = 1 if by_tokens else plan.accumulation_steps
         if steps not in (1, planned):
             raise ValueError(
                 f"gradient_accumulation_steps={steps}, but the plan accumulates {planned} micro-batches; make them"
@@ -228,10 +241,11 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         """Refuse the first loader, which is for training, with another batch size than the plan's."""
         if loader is None or not self._waits_for_loader:
             return
-        size, planned = self._batch_size(loader), self._planned.plan.micro_batch_size
+        size, plan = self._batch_size(loader), self._planned.plan
+        planned = plan.samples_per_rank if self.config.batch_by_tokens else plan.micro_batch_size
         if size not in (None, planned):
             raise ValueError(
-                f"The plan runs {planned} samples at once, but the first DataLoader gives {size};"
+                f"The plan takes batches of {planned} samples, but the first DataLoader gives {size};"
                 f" use batch_size={planned * (self.num_processes if self.split_batches else 1)} for training, and give"
                 " that DataLoader first."
             )

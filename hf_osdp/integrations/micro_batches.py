@@ -7,7 +7,8 @@ cut off and added.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -20,6 +21,8 @@ from transformers import PreTrainedConfig
 from ..distributed.mesh import collective_device, world_size
 from ..errors import OSDPError
 from ..planner.token_budget import TokenBudget
+from ..preparation.config import OSDPConfig
+from ..preparation.plan_run import PlannedRun
 
 _MASK, _IDS, _LABELS, _IGNORED = "attention_mask", "input_ids", "labels", -100
 _OF_TOKENS = {
@@ -37,6 +40,7 @@ hashed blocks, summaries at the last column (`tests/zoo/test_padding.py` tries t
 _PICTURES = 4
 """Dimensions of a batch of pictures."""
 
+StepContext = Callable[[bool], AbstractContextManager[object]]
 Batch = Mapping[str, torch.Tensor]
 Part = tuple[dict[str, torch.Tensor], float]
 """A micro-batch, and the share of a batch's loss that it has if losses are means over samples."""
@@ -113,6 +117,39 @@ def micro_batches(
         return [part for batch in batches for part in _chunks(batch, size)]
     joins = [batches[first : first + together] for first in range(0, len(batches), together)]
     return [(dict(_joined(join)), float(len(join))) for join in joins]
+
+
+def parts_of_step(
+    run: PlannedRun, model: nn.Module, batches: Batch | Sequence[Batch], context: StepContext
+) -> Iterator[Part]:
+    """Yield the micro-batches of this rank's step in a loop, each within its context, made of whether it is the last.
+    Collective.
+    """
+    loaded = [batches] if isinstance(batches, Mapping) else batches
+    pad_token, size = pad_token_of(model), run.plan.micro_batch_size
+    parts = micro_batches(loaded, size, run.budget, averages=False, pad_token=pad_token)
+    whole = sum(map(_rows, loaded))
+    for number, (part, _) in enumerate(parts, 1):
+        with context(number == len(parts)):
+            yield part, _rows(part) / whole
+
+
+def reason_against_lengths(model: nn.Module, *, compiles: bool) -> str | None:
+    """Return why a model's samples cannot be cut by length; None if nothing of the model is against it."""
+    config = getattr(model, "config", None)
+    kind = getattr(config, "model_type", "")
+    if getattr(config, "is_encoder_decoder", False):
+        return "the model has rows of two lengths"
+    if kind in DEPEND_ON_PADDING:
+        return f"outputs of {kind} may depend on padding"
+    return "compiled blocks would be compiled for each length" if compiles else None
+
+
+def refuse_lengths(config: OSDPConfig, model: nn.Module) -> None:
+    """Refuse batch_by_tokens in a loop whose model cannot have it."""
+    reason = reason_against_lengths(model, compiles=config.compile)
+    if config.batch_by_tokens and reason is not None:
+        raise ValueError(f"batch_by_tokens=True cannot be used, since {reason}; leave it out.")
 
 
 def _uncut(reason: str) -> OSDPError:

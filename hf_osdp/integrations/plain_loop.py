@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from ..sharding.optimizers import kind_of
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.steps import micro_step
 from .announce import announce_result, plan_and_announce
+from .micro_batches import parts_of_step, refuse_lengths
 from .plugin import unwrapped
 from .samples import with_length_of_inputs
 
@@ -108,6 +109,7 @@ class OptimalShardedDataParallel(nn.Module):
         model, config = unwrapped(model, merged_config(config))
         config = with_length_of_inputs(config, model)
         _check(config, optimizer)
+        refuse_lengths(config, model)
         form_process_group(needed=False)
         precision, device = Precision.named(mixed_precision, autocast=world_size() == 1), training_device()
         prepare_model(model, precision)
@@ -119,6 +121,7 @@ class OptimalShardedDataParallel(nn.Module):
             device_type=device.type,
             precision=precision,
             optimizer=optimizer or spec_of_optimizer(None, device_type=device.type),
+            cuts_by_length=bool(config.batch_by_tokens),
             against_unit_steps=None if optimizer is None else "only the optimizer's OptimizerSpec is known",
         )
         run = self._run = plan_and_announce(model, job)
@@ -160,6 +163,37 @@ class OptimalShardedDataParallel(nn.Module):
         it.
         """
         return micro_step(self.module, is_last=is_last, plan=self.plan)
+
+    def micro_batches(
+        self, batches: Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]
+    ) -> Iterator[tuple[dict[str, torch.Tensor], float]]:
+        """Cut this rank's samples of one optimizer step into micro-batches of the plan, or by length under
+        `batch_by_tokens=True`; as many as on other ranks. Collective.
+
+        ```python
+        for step in loader:                         # model.plan.samples_per_rank samples
+            for batch, share in model.micro_batches(step):
+                (model(**batch).loss * share).backward()
+            optimizer.step()
+        ```
+
+        The body runs within its `micro_step`. That is the same step only if losses are means over samples; for a sum
+        over tokens that is divided by a count of the whole step, leave `share` out.
+
+        Args:
+            batches: one or several of what a collator returns, with tensors of shape (samples, tokens) or (samples,).
+
+        Yields:
+            Keyword arguments of forward, and their samples as a share of the step's.
+
+        Raises:
+            OSDPError: a batch cannot be cut by rows.
+        """
+
+        def context(is_last: bool) -> AbstractContextManager[None]:
+            return self.micro_step(is_last=is_last)
+
+        return parts_of_step(self._run, self.module, batches, context)
 
     def backward(self, loss: torch.Tensor, *, is_last: bool = True) -> None:
         """Run `loss.backward()` of one micro-batch within `micro_step`; divide the loss by the number of

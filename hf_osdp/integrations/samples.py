@@ -18,11 +18,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
+from ..distributed.consensus import on_rank_zero
 from ..distributed.process_group import all_gather_objects
 from ..errors import first_line, refuse_first
 from ..modeling.batch import random_states_kept, with_row_length
 from ..modeling.identity import holds_datasets
 from ..modeling.replaced import replaced
+from ..planner.lengths import Lengths
 from ..preparation.config import OSDPConfig
 from .micro_batches import is_padded_left, lengths_of
 
@@ -113,6 +115,13 @@ class RowLengths(NamedTuple):
     """With the padding that a row has alone."""
     on_the_left: bool
     """Whether a shorter row has its padding before its tokens."""
+
+    def unequal(self, longest: int, padded_together: int | None = None) -> Lengths | None:
+        """Return them for a planner (`Lengths`); None if all are the same."""
+        if len(set(self.tokens)) == 1:
+            return None
+        fixed = len(set(self.padded)) == 1
+        return Lengths.of(self.tokens, longest, padded_to_longest=fixed, padded_together=padded_together)
 
 
 def find_lengths(dataset: Any, collate: Collate) -> RowLengths | None:  # noqa: ANN401  of any library
@@ -206,6 +215,15 @@ def batches_of_loader(
     tokens = None if found is None else found.tokens or (None if used is None else 1)
     length = row_tokens(tokens, sequence_length)
     return None if used is None else used.with_rows(length), length
+
+
+def lengths_of_loader(loader: DataLoader[Any], longest: int | None) -> Lengths | None:
+    """Return the lengths of a loader's samples, which it pads to the longest of a batch; None if they are not known or
+    all the same. Collective.
+    """
+    data, collate = loader.dataset, loader.collate_fn
+    found = on_rank_zero(lambda: None if collate is None else find_lengths(data, collate))
+    return None if found is None or longest is None else found.unequal(longest)
 
 
 def with_length_of_inputs(config: OSDPConfig, model: nn.Module, *, known: bool = False) -> OSDPConfig:

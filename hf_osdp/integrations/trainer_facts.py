@@ -32,7 +32,7 @@ from ..preparation.plan_run import PlannedRun
 from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import reason_against_unit_steps
 from .checkpoints import is_adapted
-from .micro_batches import DEPEND_ON_PADDING, reason_against_cuts
+from .micro_batches import reason_against_cuts, reason_against_lengths
 from .samples import Batches, find_batches, find_lengths, row_tokens, with_length_of_inputs
 from .trainer_arguments import planned_arguments, samples_of_step, warn
 from .trainer_loss import MicroBatchRule, bytes_of_other_models, micro_batch_rule, traced_loss
@@ -104,12 +104,8 @@ def _lengths(
         reason = "samples are padded on the left"
     if asked and reason is not None:
         warn(trainer.args, "batch_by_tokens=True has no effect: %s.", reason.rstrip("."))
-    cuts, lengths = reason is None and (asked or (asked is None and _is_known(trainer))), None
-    if found is not None and len(set(found.tokens)) > 1:
-        fixed = len(set(found.padded)) == 1
-        together = rule.size if rule.cuts else None
-        lengths = Lengths.of(found.tokens, longest, padded_to_longest=fixed, padded_together=together)
-    return bool(cuts), lengths
+    cuts = reason is None and (asked or (asked is None and _is_known(trainer)))
+    return bool(cuts), found and found.unequal(longest, rule.size if rule.cuts else None)
 
 
 def _is_known(trainer: Trainer) -> bool:
@@ -120,23 +116,20 @@ def _is_known(trainer: Trainer) -> bool:
 
 def _reason_against_lengths(trainer: Trainer, batches: Inputs | None, rule: MicroBatchRule) -> str | None:
     """Return why a step's samples cannot be cut by length; None if they can. Collective."""
-    args, config = trainer.args, getattr(trainer.model, "config", None)
-    batch = batches(2) if isinstance(batches, Batches) else None
+    args, batch = trainer.args, batches(2) if isinstance(batches, Batches) else None
+    assert isinstance(trainer.model, nn.Module)
     reasons = {
-        "the model has rows of two lengths": getattr(config, "is_encoder_decoder", False),
-        "compiled blocks would be compiled for each length": trainer.accelerator.config.compile,
         f"train_sampling_strategy={args.train_sampling_strategy!r} groups samples already":
             args.train_sampling_strategy == "group_by_length",
         "the dataset is a stream": not isinstance(trainer.train_dataset, Sized),
         "NEFTune's noise depends on padding": args.neftune_noise_alpha,
-        f"outputs of {getattr(config, 'model_type', '')} may depend on padding":
-            getattr(config, "model_type", "") in DEPEND_ON_PADDING,
     }  # fmt: skip
     found = next((reason for reason, holds in reasons.items() if holds), None)
     return (
         rule.kept
         or rule.differs
         or found
+        or reason_against_lengths(trainer.model, compiles=trainer.accelerator.config.compile)
         or on_rank_zero(lambda: reason_against_cuts(batch, samples=2, by_length=True))
     )
 

@@ -144,6 +144,11 @@ class Plan(BlockForms):
         return communicators_of(self.units, self.world_size)
 
     @property
+    def samples_per_rank(self) -> int:
+        """Samples of one rank in an optimizer step."""
+        return self.micro_batch_size * self.accumulation_steps
+
+    @property
     def samples_per_s(self) -> float | None:
         """Estimated throughput over all ranks."""
         return self.global_batch_size / self.step_s if self.step_s else None

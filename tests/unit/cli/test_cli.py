@@ -247,3 +247,19 @@ def test_load_config_without_a_network_names_the_nearest_shapes(monkeypatch, cap
     assert "shape of Qwen/Qwen3-8B, from https://huggingface.co/Qwen/Qwen3-8B/" in caplog.text
     with pytest.raises(ValueError, match=r"there is no such file or folder"):
         load_config("./gpt2-xl")
+
+
+def test_lengths_of_samples_change_seconds_and_no_peak(model, tmp_path):
+    given = ("plan", model, *SIZES, "--device", "a100-80", "--micro-batch-size", 8, "--no-operator-splitting")
+    (tmp_path / "lengths").write_text("8\n8\n8\n32\n")
+    plain, mean, read = (as_json(*given, *more)["estimated"] for more in (
+        (), ("--mean-length", 14, "--no-batch-by-tokens"), ("--lengths", tmp_path / "lengths", "--batch-by-tokens")
+    ))  # fmt: skip
+    assert plain["expected"] is None and plain["peak_bytes"] == mean["peak_bytes"]
+    assert mean["expected"]["micro_steps"] == 4 and mean["expected"]["tokens"] < 8 * 32
+    assert mean["expected"]["sample_tokens"] == pytest.approx(14, rel=0.01)
+    assert read["expected"]["sample_tokens"] == 14 and read["expected"]["micro_steps"] < 4
+    shown = call(*given, "--mean-length", 14).stdout
+    assert "tokens/s without padding" in shown and "Samples have 14 of 32 tokens in the mean" in " ".join(
+        shown.split()
+    )

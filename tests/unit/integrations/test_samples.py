@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from functools import partial
+from itertools import chain
 
 import datasets
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
-from hf_osdp.integrations.samples import batches_of_loader, find_batches, with_length_of_inputs
+from hf_osdp.integrations.samples import batches_of_loader, find_batches, find_lengths, with_length_of_inputs
 from hf_osdp.preparation.config import OSDPConfig
 
 
@@ -146,3 +148,32 @@ def test_find_batches_leaves_random_states_as_they_were():
     before = states()
     find_batches(Draws(lambda _: random.randint(0, 8) + np.random.randint(9) + torch.randint(9, (1,))), pad)(2)
     assert states() == before
+
+
+def padded(samples, left=False, to=None):
+    longest = to or max(map(len, samples))
+    rows = [[0] * (longest - len(row)) + row if left else row + [0] * (longest - len(row)) for row in samples]
+    ids = torch.tensor(rows)
+    return {"input_ids": ids, "attention_mask": (ids > 0).long()}
+
+
+@pytest.mark.parametrize(
+    ("collate", "found"),
+    [
+        (padded, ({3, 5, 9}, {3, 5, 9}, False)),
+        (partial(padded, to=12), ({3, 5, 9}, {12}, False)),
+        (partial(padded, left=True), ({3, 5, 9}, {3, 5, 9}, True)),
+        (lambda samples: {"input_ids": torch.tensor([list(chain(*samples))])}, None),  # packed
+        (lambda samples: torch.tensor([len(row) for row in samples]), None),
+    ],
+    ids=["to the longest", "to one length", "on the left", "packed", "no tokens"],
+)
+def test_find_lengths_tells_tokens_from_padding(collate, found):
+    rows = [[1] * length for length in (3, 9, 5) * 10]
+    lengths = find_lengths(rows, collate)
+    assert (lengths and (set(lengths.tokens), set(lengths.padded), lengths.on_the_left)) == found
+
+
+def test_lengths_of_a_stream_and_of_equal_rows_are_not_known():
+    assert find_lengths(Stream([3, 5]), pad) is None
+    assert find_lengths([[1] * 4] * 5, padded).unequal(8) is None
