@@ -245,7 +245,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         planned = plan.samples_per_rank if self.config.batch_by_tokens else plan.micro_batch_size
         if size not in (None, planned):
             raise ValueError(
-                f"The plan takes batches of {planned} samples, but the first DataLoader gives {size};"
+                f"The plan takes {planned} samples in a batch, but the first DataLoader gives {size};"
                 f" use batch_size={planned * (self.num_processes if self.split_batches else 1)} for training, and give"
                 " that DataLoader first."
             )
