@@ -170,6 +170,7 @@ class Case:
             optimizer=self.optimizer,
             lengths=self.lengths,
             cuts_by_length=self.lengths is not None,
+            deals_samples=True,
             capability=self.hardware.device.capability,
             reads_loss_alone=True,
         )

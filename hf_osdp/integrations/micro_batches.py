@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate, groupby
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
-from ..distributed.mesh import collective_device, world_size
+from ..distributed.mesh import collective_device, rank, world_size
 from ..errors import OSDPError
 from ..planner.token_budget import TokenBudget
 from ..preparation.config import OSDPConfig
@@ -92,26 +93,23 @@ def micro_batches(
     reason = next(filter(None, reasons), None)
     if budget is not None and len(set(rows)) > 1:
         reason = reason or "its batches have different numbers of samples"
-    if reason is not None:
-        _agreed(1, 0, 0)
-        if budget is not None:
-            return micro_batches(batches, size, averages=averages)
-        raise _uncut(reason)
-    shapes = {tuple((name, value.dtype, value.shape) for name, value in batch.items()) for batch in batches}
-    if budget is None:
-        unlike, count = int(len(shapes) > 1), sum(-(-number // size) for number in rows)
-    else:
-        joined = _joined(batches, pad_token)
-        lengths, order = _sorted(lengths_of(joined))
-        unlike, count = 0, len(budget.cut(lengths))
-    failed, unlike, most, least = _agreed(0, unlike, count)
-    if failed and budget is not None:
-        return micro_batches(batches, size, averages=averages)
-    if failed or (budget is None and least < most):
-        raise _uncut("another rank cannot cut its own" if failed else "ranks have different numbers of samples")
     if budget is not None:
+        failed, *_ = _agreed(int(reason is not None), 0, 0)
+        if failed:
+            return micro_batches(batches, size, averages=averages)
+        joined = dealt(_joined(batches, pad_token), pad_token) if budget.deals else _joined(batches, pad_token)
+        lengths, order = _sorted(lengths_of(joined))
+        *_, most, _ = _agreed(0, 0, len(budget.cut(lengths)))
         sizes, widths = budget.cut(lengths, parts=most), list(map(budget.width, lengths))
         return _by_length(joined, order, widths, sizes, rows[0])
+    if reason is not None:
+        _agreed(1, 0, 0)
+        raise _uncut(reason)
+    shapes = {tuple((name, value.dtype, value.shape) for name, value in batch.items()) for batch in batches}
+    unlike, count = int(len(shapes) > 1), sum(-(-number // size) for number in rows)
+    failed, unlike, most, least = _agreed(0, unlike, count)
+    if failed or least < most:
+        raise _uncut("another rank cannot cut its own" if failed else "ranks have different numbers of samples")
     together = size // rows[0]
     if unlike or together < 2:
         return [part for batch in batches for part in _chunks(batch, size)]
@@ -161,12 +159,39 @@ def _uncut(reason: str) -> OSDPError:
 
 def _agreed(failed: int, unlike: int, count: int) -> list[int]:
     """Return the largest values of all ranks, and their least `count`. Collective."""
-    values = [failed, unlike, count, -count]
-    if world_size() > 1:
-        tensor = torch.tensor(values, device=collective_device())
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        values = tensor.tolist()
-    return [*values[:3], -values[3]]
+    *most, least = _largest([failed, unlike, count, -count])
+    return [*most, -least]
+
+
+def _largest(values: list[int]) -> list[int]:
+    """Return the largest of each value over all ranks. Collective."""
+    if world_size() == 1:
+        return values
+    tensor = torch.tensor(values, device=collective_device())
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def dealt(batch: Batch, pad_token: int) -> Batch:
+    """Deal the samples of all ranks' steps in turn, from long to short, so that ranks have equal work; each rank keeps
+    its own samples if their number or their columns differ between ranks. Collective.
+    """
+    signature = crc32(repr([(name, value.dtype, value.dim(), len(value)) for name, value in batch.items()]).encode())
+    own, other, width = _largest([signature, -signature, batch[_MASK].shape[1]])
+    if own != -other or world_size() == 1:
+        return batch
+    widened = {name: _widened(name, value, width, pad_token) for name, value in batch.items()}
+    rows = [value.flatten(1) if value.dim() > 1 else value[:, None] for value in widened.values()]
+    sent = torch.cat([value.contiguous().view(torch.uint8) for value in rows], 1).to(collective_device())
+    every = sent.new_empty(world_size() * len(sent), sent.shape[1])
+    dist.all_gather_into_tensor(every, sent)
+    parts = every.to(batch[_MASK].device).split([value.shape[1] * value.element_size() for value in rows], 1)
+    found = {
+        name: part.contiguous().view(value.dtype).reshape(-1, *value.shape[1:])
+        for (name, value), part in zip(widened.items(), parts, strict=True)
+    }
+    _, order = _sorted(lengths_of(found))
+    return {name: value[order[rank() :: world_size()]] for name, value in found.items()}
 
 
 def pad_token_of(model: nn.Module) -> int:
@@ -211,12 +236,17 @@ def _joined(batches: Sequence[Batch], pad_token: int = 0) -> Batch:
     joined = {}
     for name in batches[0]:
         values = [batch[name] for batch in batches]
-        if name in _OF_TOKENS and values[0].dim() == 2:
-            widest = max(value.shape[1] for value in values)
-            filler = pad_token if name == _IDS else _IGNORED if "labels" in name else 0
-            values = [pad(value, (0, widest - value.shape[1]), value=filler) for value in values]
-        joined[name] = torch.cat(values)
+        widest = max(value.shape[-1] for value in values)
+        joined[name] = torch.cat([_widened(name, value, widest, pad_token) for value in values])
     return joined
+
+
+def _widened(name: str, value: torch.Tensor, width: int, pad_token: int) -> torch.Tensor:
+    """Return a field with padding on the right to this width, if it has a value for each token."""
+    if name not in _OF_TOKENS or value.dim() != 2:
+        return value
+    filler = pad_token if name == _IDS else _IGNORED if "labels" in name else 0
+    return pad(value, (0, width - value.shape[1]), value=filler)
 
 
 def lengths_of(batch: Batch) -> torch.Tensor:

@@ -74,6 +74,7 @@ def job_of_trainer(
         optimizer=optimizer,
         inputs=batches,
         cuts_by_length=cuts,
+        deals_samples=rule.averages or args.average_tokens_across_devices,
         inputs_of_length=batches.with_rows if isinstance(batches, Batches) else None,
         lengths=lengths,
         loss=None if batches is None or config.inputs or model_makes_loss else traced_loss(trainer),

@@ -12,7 +12,7 @@ import math
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from statistics import NormalDist
 from typing import Any
 
@@ -82,6 +82,9 @@ def _expected(lengths: Lengths, batch: Batch, world_size: int) -> Batch:
             padded = [_padded(own, batch.micro_batch_size, lengths.padded_together) for own in drawn]
         else:
             budget = lengths.budget.holding(batch.micro_batch_size * lengths.longest, samples)
+            if budget.deals:
+                every = sorted(chain(*drawn), reverse=True)
+                drawn = [every[rank::ranks] for rank in range(ranks)]
             ordered = [sorted(own, reverse=True) for own in drawn]
             parts = max(len(budget.cut(own)) for own in ordered)
             padded = [budget.padded(own, parts) for own in ordered]

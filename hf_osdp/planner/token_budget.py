@@ -35,6 +35,9 @@ class TokenBudget:
     least: int = 0
     """Fewer tokens in a micro-batch take no less time, since something else is slower: the CPU, or gathers."""
 
+    deals: bool = False
+    """The samples of all ranks are dealt among them, from long to short."""
+
     def holding(self, tokens: int, samples: int) -> TokenBudget:
         """Return the budget of so many tokens for a rank's step of so many samples."""
         return replace(self, tokens=tokens, shortest=min(self.longest, max(_ROUND, tokens // samples)))

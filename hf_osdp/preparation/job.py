@@ -49,6 +49,8 @@ class Job:
     """Returns a batch of the data for a number of samples; None makes a batch for a transformers model."""
     cuts_by_length: bool = False
     """The loop can cut a step's samples by length, under a budget of tokens."""
+    deals_samples: bool = False
+    """If the loop cuts by length, it may deal the samples of all ranks among them: its loss is a mean over all."""
     inputs_of_length: Callable[[int], Inputs] | None = None
     """Returns `inputs` with rows of other lengths, for `cuts_by_length`."""
     lengths: Lengths | None = None

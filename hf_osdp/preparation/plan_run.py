@@ -143,7 +143,7 @@ def _token_budget(run: PlannedRun, job: Job, model: nn.Module) -> TokenBudget | 
     if hardware is not None:
         description, job_ = run.inputs.description, run.inputs.job
         budget = price_micro_batches(description, plan.layouts(description), hardware, job_)
-    budget = budget.holding(tokens := size * longest, samples)
+    budget = replace(budget, deals=job.deals_samples).holding(tokens := size * longest, samples)
     shortest = budget.shortest
     while not fits(shortest, tokens):
         shortest = min(longest, 2 * shortest)

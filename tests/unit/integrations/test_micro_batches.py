@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from hf_osdp.errors import OSDPError
-from hf_osdp.integrations.micro_batches import micro_batches, reason_against_cuts
+from hf_osdp.integrations.micro_batches import dealt, micro_batches, reason_against_cuts
 from hf_osdp.planner.token_budget import TokenBudget
+from tests.helpers.distributed import run_ranks
 
 BUDGET = TokenBudget(tokens=64, shortest=8, longest=32, overhead=8)
 LENGTHS = [5, 30, 8, 1, 17, 9, 3, 4, 12]
@@ -110,14 +111,12 @@ def test_pictures_are_cut_without_a_copy():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"attention_mask": None}, r"its batches have no attention_mask"),
         ({"attention_mask": torch.ones(2, 1, 32, 32).long()}, r"'attention_mask' of its batches may have a value for"),
         ({"kind": torch.tensor(3)}, r"'kind' of its batches has no row for each sample"),
         ({"kind": torch.arange(3)}, r"'kind' of its batches has no row for each sample"),
         ({"kind": ["a", "b"]}, r"'kind' of its batches has no row for each sample"),
         ({"weights": torch.ones(2, 32)}, r"'weights' of its batches may have a value for each token"),
         ({"pixel_values": torch.ones(2, 3, 4, 4)}, r"'pixel_values' of its batches may have a value for each token"),
-        (batch([3, 2], 32, left=True), r"its samples are padded on the left"),
         ({"labels": torch.tensor([1, -100])}, r"some of its samples have no label"),
     ],
 )
@@ -132,3 +131,36 @@ def test_batches_that_cannot_be_cut_are_refused(changes, said):
 )
 def test_other_batches_of_two_samples_are_not_cut(given):
     assert reason_against_cuts(given, samples=2) is not None
+
+
+@pytest.mark.parametrize("changes", [{"attention_mask": None}, batch([3, 2], 32, left=True)], ids=["no mask", "left"])
+def test_what_has_no_length_is_cut_by_rows(changes):
+    given = {name: value for name, value in {**batch([3, 2], 32), **changes}.items() if value is not None}
+    parts = by_length(given)
+    assert all(torch.equal(torch.cat([part[name] for part in parts]), value) for name, value in given.items())
+    assert [len(part["kind"]) for part in parts] == [1, 1]
+
+
+def dealt_rows(rank: int) -> Batch:
+    own = batch([[4, 9, 1], [30, 2, 8]][rank], 16 * (1 + rank))
+    return {**own, "kind": own["kind"] + 10 * rank, "weight": torch.tensor([0.5, -1.0, 2.0])}
+
+
+def deal() -> list[Batch]:
+    number = torch.distributed.get_rank()
+    alike = dealt(dealt_rows(number), 7)
+    return [alike, dealt({**dealt_rows(number), **({"more": torch.ones(3)} if number else {})}, 7)]
+
+
+def test_samples_are_dealt_in_turn_from_long_to_short():
+    (first, kept), (second, _) = run_ranks(deal, 2, shared=True)
+    assert first["kind"].tolist() == [10, 12, 11] and second["kind"].tolist() == [1, 0, 2]  # 30, 8, 2 and 9, 4, 1
+    assert second["weight"].tolist() == [-1.0, 0.5, 2.0] and first["weight"].dtype == torch.float32
+    for part in (first, second):
+        for row, kind in enumerate(part["kind"].tolist()):
+            whole = dealt_rows(kind // 10)
+            width = whole["input_ids"].shape[1]
+            for name, filler in (("input_ids", 7), ("attention_mask", 0), ("labels", -100)):
+                assert torch.equal(part[name][row, :width], whole[name][kind % 10])
+                assert (part[name][row, width:] == filler).all()
+    assert kept["kind"].tolist() == [0, 1, 2]  # columns differ
