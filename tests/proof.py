@@ -73,7 +73,7 @@ def check(plan: Plan, problem: PlanningProblem, most_nodes: int = MOST_NODES) ->
     if not math.isclose(estimate.time.step_s, plan.step_s, rel_tol=1e-9):
         raise WrongProof(f"the plan says {plan.step_s} s, and takes {estimate.time.step_s} s")
     claimed_s = plan.step_s * (1 - plan.gap) * (1 - EQUAL)
-    if plan.simplified:  # `0.02 % slower than the fastest plan found`, in two digits
+    if plan.simplified:  # `0.02 % slower, ...`, in two digits
         claimed_s /= 1 + float(plan.simplified.split(" ")[0]) / 100 + 1e-4
     return _searched(problem, claimed_s, most_nodes)
 

@@ -21,6 +21,11 @@ from .cases import Case
 from .options import JsonFile, PlotFile, Request, option
 from .output import Output
 
+_NEXT = (
+    "Next: `hf-osdp compare` shows what other strategies reach; `--output PLAN` writes the plan, which"
+    " `hf-osdp explain PLAN` explains and OSDPConfig(plan=PLAN) runs."
+)
+
 
 def plan(
     request: Request,
@@ -47,7 +52,7 @@ def plan(
     screen.print(
         *plan_parts(content),
         f"{planned} {case.precision}; activations: {problem.description.trace}.",
-        *([] if output is None else [f"Plan: {output}"]),
+        _NEXT if output is None else f"Plan: {output}",
     )
     screen.write(content)
 

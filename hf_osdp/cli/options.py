@@ -120,7 +120,13 @@ class Request:
 
     @classmethod
     def of(cls, **flags: Any) -> Request:
-        """Return the request of these flags."""
+        """Return the request of these flags; raise ValueError if some are missing."""
+        missing = [flag_of(name) for name in _REQUIRED if flags.get(name) is None]
+        if missing and flags.get("device") is None and flags.get("profile") is None:
+            missing.append("--device (or --profile FILE)")
+        if missing:
+            listed = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
+            raise ValueError(f"Missing {listed}; see --help.")
         own = {field.name: flags.pop(field.name) for field in fields(cls) if field.name in flags}
         return cls(config=OSDPConfig(**flags), **own)
 
@@ -133,8 +139,8 @@ def _flags() -> dict[str, inspect.Parameter]:
     found = {parameter.name: parameter for parameter in requested}
     for panel, names in GROUPS.items():
         for name in (name for name in names if name not in _ONLY_RUNS):
-            default = inspect.Parameter.empty if name in _REQUIRED else options[name].default
-            flag = _flag(name, hints[name], default, help=texts.get(name), rich_help_panel=panel)
+            default, needed = options[name].default, " (required)" if name in _REQUIRED else ""
+            flag = _flag(name, hints[name], default, help=f"{texts.get(name, '')}{needed}", rich_help_panel=panel)
             found[name] = options[name].replace(annotation=flag, default=default)
     return found
 

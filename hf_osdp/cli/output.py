@@ -13,6 +13,8 @@ from ..report.content import Content
 from ..report.plan_file import write_json
 
 _WIDTH = 100
+_MEANT = dict.fromkeys(("--gpus", "--num-gpus", "--devices", "--nproc-per-node"), "--devices-per-node")
+"""Flags of other programs, with the one that says the same here."""
 
 
 class Output:
@@ -72,5 +74,7 @@ def error_line(error: Exception) -> str | None:
         return None
     context: Any = getattr(error, "ctx", None)
     command = "hf-osdp" if context is None else context.command_path
+    if (unknown := getattr(error, "option_name", "")) in _MEANT:
+        return f"There is no {unknown}; use {_MEANT[unknown]}, see {command} --help."
     said = one_line(error.format_message()).replace("Value error, ", "").rstrip(".")
     return f"{said}; see {command} --help."

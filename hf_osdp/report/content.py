@@ -50,6 +50,7 @@ def report_content(
             "name": description.model_name,
             "class": description.model_class,
             "parameters": description.numel,
+            "trained_parameters": sum(unit.trainable_numel for unit in description.units),
             "block_classes": list(description.block_classes),
             "sequence_length": description.sequence_length,
             "trace": description.trace,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, TypeAlias
@@ -18,8 +19,16 @@ from .content import Content
 Part: TypeAlias = "Table | str"
 _LONG_WAIT = 0.2
 """Share of a step from which on it is said that the GPUs wait for the CPU."""
-_WIDTH, _NAMES_WIDTH = 100, 46
-"""Width of a table, and of units and classes on one line: layout and figures need the rest."""
+_LITTLE_GAIN = 0.5
+"""Share of the devices up to which it is said how little faster they are than one."""
+_WIDTH, _NAMES_WIDTH, _CLASS_WIDTH = 100, 46, 18
+"""Width of a table, of units and classes on one line, since layout and figures need the rest, and of classes alone."""
+_BREAKS = re.compile(r"(?<=[._+])|(?<=[a-z])(?=[A-Z])")
+"""Where a long name may go on in the next line."""
+_LEGEND = {
+    "keep": "gathered parameters stay from forward to backward",
+    "hold gradients": "whole gradients wait for the last micro-step",
+}  # fmt: skip
 _UNIT_BYTES = ("parameters", "optimizer", "gradients", "activations", "kept", "while it runs")
 _STEP_TERMS = {
     "compute": "compute_s", "exposed communication": "exposed_s", "copies": "copy_s", "optimizer": "optimizer_s"
@@ -48,7 +57,7 @@ def make_table(
     columns = [_column(name, overflow="fold") for name in text]
     columns += [_column(name, justify="right", no_wrap=True) for name in figures]
     shape: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0)}
-    shape["min_width"] = min(len(title), _WIDTH)  # a narrower table would break its title
+    shape["min_width"] = min(max(map(len, title.splitlines())), _WIDTH)  # a narrower table would break its title
     table = Table(*columns, title=title, title_justify="left", caption_justify="left", **shape)
     for row in rows:
         table.add_row(*row)
@@ -84,22 +93,43 @@ def plan_table(content: Content) -> Table:
         seconds = [_seconds(row["seconds"].get(term)) for term in ("compute_s", "exposed_s")]
         return [row["label"], row["class"], layout, format_count(row["parameters"]), *nbytes, *seconds]
 
-    width = sum(max(len(row[part]) for row in rows) for part in ("label", "class"))
-    short = width <= _NAMES_WIDTH - 10 * ("host" in memory)
-    names = [Column(head, no_wrap=short, overflow="fold") for head in ("units", "class")]
+    room = _NAMES_WIDTH - 10 * ("host" in memory)
+    widths = [max(len(row[part]) for row in rows) for part in ("label", "class")]
+    if sum(widths) > room:
+        widths[1] = min(widths[1], max(_CLASS_WIDTH, room - widths[0]))
+        widths[0] = max(_CLASS_WIDTH, room - widths[1])
+        rows = [{**row, "label": _broken(row["label"], widths[0]), "class": _broken(row["class"], widths[1])}
+                for row in rows]  # fmt: skip
+    names = [Column(head, no_wrap=True) for head in ("units", "class")]
     layout = Column("layout", min_width=len("replicate,"))
-    title = f"OSDP plan {plan.fingerprint}: {batch_text(plan)}"
+    name = plan.model_name or content["model"]["class"]
+    title = f"{name.rpartition('/')[2]}: {batch_text(plan)}\nOSDP plan {plan.fingerprint}"
     figures = ["params", *memory, "compute", "exposed"]
     table = make_table(title, map(cells, rows), text=[*names, layout], figures=figures)
+    said = [f"{word}: {text}." for word, text in _LEGEND.items() if any(word in row["layout"] for row in rows)]
     policies = dict.fromkeys(row["recomputation"] for row in rows)
-    table.caption = "\n".join(f"{policy}." for policy in policies if policy and ":" in policy) or None
+    said += [f"{policy}." for policy in policies if policy and ":" in policy]
+    table.caption = "\n".join(said) or None
     return table
+
+
+def _broken(name: str, width: int) -> str:
+    """Return a name in lines of this width, each of whole words where there are any."""
+    lines = [""]
+    for word in (part[at : at + width] for part in _BREAKS.split(name) for at in range(0, len(part), width)):
+        if len(lines[-1] + word) > width and lines[-1]:
+            lines.append("")
+        lines[-1] += word
+    return "\n".join(lines)
 
 
 def plan_lines(content: Content, *, proof: bool = True) -> list[str]:
     """Return what the lines below a plan's table say: peak, host, step, splits, rounding, and what was proven."""
     plan, estimated, hardware = plan_of(content), content["estimated"], content["hardware"]
-    lines = [_peak_line(plan, estimated)]
+    lines, (trained, every) = [], [content["model"][kind] for kind in ("trained_parameters", "parameters")]
+    if trained < every:
+        lines.append(f"Trained: {format_count(trained)} of {format_count(every)} parameters.")
+    lines.append(_peak_line(plan, estimated))
     if host_bytes := estimated["host_bytes"]:
         line = f"On the host: {format_bytes(host_bytes)} per rank"
         if hardware is not None and (host := hardware["host"]) is not None:
@@ -109,6 +139,7 @@ def plan_lines(content: Content, *, proof: bool = True) -> list[str]:
         lines.append(f"{line}.")
     if (terms := estimated["step_breakdown"]) is not None:
         lines += [_step_line(plan, estimated, terms), *_waits_line(plan, estimated["step_s"], terms)]
+        lines += _gain_line(plan, estimated["step_s"], terms)
     if not plan.split.is_none:
         lines.append(f"How the model is cut: {plan.split.describe()}.")
     if formats := {form.value for unit in plan.units for form in unit.formats.values()}:
@@ -160,14 +191,22 @@ def _waits_line(plan: Plan, step_s: float, terms: Content) -> Iterator[str]:
 
 def _proof(plan: Plan) -> Iterator[str]:
     """Yield what the search proved, and what a simpler plan than the fastest costs."""
-    proof = "no plan of the search space is faster under this limit"
     if plan.simplified:
-        yield f"Simpler than the fastest plan: {plan.simplified}."
-        proof = "no plan of the search space is faster than the fastest found"
-    if plan.strategy == "osdp" and not plan.proven_optimal and plan.gap is not None:
-        proof = f"{proof} by more than {100 * plan.gap:.2g} %"
+        yield f"Took a simpler plan than the fastest: {plan.simplified} (simplicity 0 takes the fastest)."
     if plan.strategy == "osdp" and (plan.proven_optimal or plan.gap is not None):
-        yield f"Proven: {proof}, by the cost model (docs/planner.md has its equations)."
+        what = "The fastest is proven" if plan.simplified else "Proven fastest"
+        within = "" if plan.proven_optimal else f" within {100 * (plan.gap or 0.0):.2g} %"
+        yield f"{what}{within} by the cost model."
+
+
+def _gain_line(plan: Plan, step_s: float, terms: Content) -> Iterator[str]:
+    """Yield how little faster the devices are than one would be that held the whole step, if they mostly wait."""
+    gain = plan.world_size * terms["compute_s"] / step_s if step_s else math.inf
+    if gain <= _LITTLE_GAIN * plan.world_size and terms["exposed_s"] > terms["waits_s"]:
+        yield (
+            f"The devices wait for communication for {terms['exposed_s'] / step_s:.0%} of the step: {plan.world_size}"
+            f" train {gain:.1f}x as fast as one that had the memory would."
+        )
 
 
 def _rates_line(content: Content) -> str:
@@ -181,9 +220,10 @@ def _rates_line(content: Content) -> str:
 
 
 def batch_text(plan: Plan) -> str:
-    """Return the samples of an optimizer step as a product: `4 x 2 samples x 1 micro-steps = 8 per step`."""
-    product = f"{plan.world_size} x {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps"
-    return f"{product} = {plan.global_batch_size} per step"
+    """Return the samples of a step as a product: `4 devices x 2 samples x 1 micro-step = 8 samples a step`."""
+    counts = {"device": plan.world_size, "sample": plan.micro_batch_size, "micro-step": plan.accumulation_steps}
+    product = " x ".join(f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items())
+    return f"{product} = {plan.global_batch_size} samples a step"
 
 
 def explanation_parts(content: Content) -> list[Part]:
@@ -244,11 +284,11 @@ def proof_lines(content: Content) -> list[str]:
         f"Limit: {format_bytes(plan.memory_limit_bytes)} per device{margin}.",
         f"Plan {plan.fingerprint}: {format_seconds(content['step_s'])} a step, peak"
         f" {format_bytes(content['peak_bytes'])}; {batch_text(plan)}.",
-        *([f"Simpler: {plan.simplified}."] if plan.simplified else []),
+        *([f"Simpler than the fastest: {plan.simplified}."] if plan.simplified else []),
         *([] if plan.split.is_none else [f"Cut, as every plan that this is held against: {plan.split.describe()}."]),
         f"Bound: by the cost model no plan of {plan.strategy} takes less than {format_seconds(content['bound_s'])}.",
         f"Gap: {content['gap']:.2%}." if content["gap"] > _NO_GAP else "Gap: 0, none is faster.",
-        f"By micro-batch x micro-steps, before a search: {'; '.join(batches)}.",
+        f"By micro-batch x micro-steps: {'; '.join(batches)}.",
         *(
             f"Free in {one['phase']} of {one['unit']}: {format_bytes(one['free_bytes'])}."
             for one in content["binding"]

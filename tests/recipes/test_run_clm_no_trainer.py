@@ -82,7 +82,7 @@ def test_plain_loop_trains_and_saves(tmp_path):
     assert len(losses) == 5 and losses[-1] < 0.9 * losses[0]
     perplexity = perplexities(printed)
     assert perplexity["after"] < 0.7 * perplexity["before"]
-    assert "2 x 4 samples x 2 micro-steps" in printed
+    assert "2 devices x 4 samples x 2 micro-steps" in printed
     Written(plain.output).load()
 
 

@@ -129,13 +129,9 @@ class _Search:
         found = _decoded(candidate, layouts, self._problem.memory_limit_bytes, best.plan.gap)
         assert found.peak_bytes <= self._problem.room_bytes, "the solver's moments are those of the walk"
         slower = 100 * max(0.0, found.time.step_s / best.time.step_s - 1)
-        parts = f"{fewer} layout{'s' if fewer > 1 else ''}, groups of ranks or uses of the host more"
-        return replace(
-            found,
-            plan=replace(
-                found.plan, simplified=f"{slower:.2f} % slower than the fastest plan found, which has {parts}"
-            ),
-        )
+        parts = candidate.timeline.count_parts(layouts)
+        counted = f"{parts} layouts, groups of ranks and uses of the host instead of {parts + fewer}"
+        return replace(found, plan=replace(found.plan, simplified=f"{slower:.2f} % slower, {counted}"))
 
     def least(self) -> SearchResult:
         """Return the plan that needs the least memory, communicators included."""

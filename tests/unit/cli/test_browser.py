@@ -61,7 +61,7 @@ def test_plan_and_comparison_are_those_of_the_shown_command(config):
     [
         (None, {"memory_limit": "41GiB"}, "--memory-limit 41GiB is more than the 40.0 GiB of A100-40"),
         (None, {"devices_per_node": 2.5}, "Invalid value for &#x27;--devices-per-node&#x27;"),
-        (None, {"sequence_length": None}, "Missing option &#x27;--sequence-length&#x27;; see hf-osdp plan --help."),
+        (None, {"sequence_length": None}, "Missing --sequence-length; see --help."),
         ("/etc/hosts", {}, "MODEL &#x27;/etc/hosts&#x27; is not a hub id; upload its config.json"),
         ("--json=x", {}, "MODEL &#x27;--json=x&#x27; is not a hub id"),
     ],

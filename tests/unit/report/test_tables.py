@@ -16,7 +16,7 @@ from hf_osdp.planner.training_job import TrainingJob
 from hf_osdp.quantities import format_bytes, format_seconds
 from hf_osdp.report.content import Content, comparison_content, report_content
 from hf_osdp.report.plan_file import PlanInputs
-from hf_osdp.report.tables import comparison_table, plan_lines, plan_table
+from hf_osdp.report.tables import _broken, comparison_table, plan_lines, plan_table
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem
@@ -128,9 +128,29 @@ def test_plan_says_what_helps_where_gpus_wait_for_the_cpu(changes, helps):
     description = model("h.0", "h.1")
     plan = replace(plan_for(description, 1, 1, 8, 8), **changes)
     content = report(description, plan, slow)
-    (line,) = [line for line in plan_lines(content) if "wait" in line]
+    (line,) = [line for line in plan_lines(content) if "for the CPU" in line]
     share = content["estimated"]["step_breakdown"]["waits_s"] / content["estimated"]["step_s"]
     assert line == f"The GPUs wait for the CPU for {share:.0%} of the step: {helps} would help." and share > 0.9
     (stream,) = [one for one in content["estimated"]["streams"] if one["name"] == "waits for the CPU"]
     assert stream["exposed_s"] == pytest.approx(share * content["estimated"]["step_s"])
-    assert not [line for line in plan_lines(report(description, plan)) if "wait" in line]
+    assert not [line for line in plan_lines(report(description, plan)) if "for the CPU" in line]
+
+
+def test_plan_says_how_little_devices_gain_where_they_wait_for_each_other():
+    description = model("h.0", "h.1")
+    content = report(description, plan_for(description, 1, 4, 8, 1))
+    terms, step_s = content["estimated"]["step_breakdown"], content["estimated"]["step_s"]
+    for exposed_s, said in ((step_s, True), (0.0, False)):
+        content["estimated"]["step_breakdown"] = {**terms, "compute_s": 0.1 * step_s, "exposed_s": exposed_s}
+        lines = [line for line in plan_lines(content) if "train 12.8x as fast as one" in line]
+        assert bool(lines) is said
+
+
+@pytest.mark.parametrize(("name", "lines"), [
+    ("model.layers.0", ["model.layers.0"]),
+    ("bert.embeddings.word_embeddings", ["bert.embeddings.word_", "embeddings"]),
+    ("Embedding+BertLMPredictionHead", ["Embedding+BertLM", "PredictionHead"]),
+    ("a" * 30, ["a" * 24, "a" * 6]),
+])  # fmt: skip
+def test_names_are_broken_between_words(name, lines):
+    assert _broken(name, 24).splitlines() == lines
