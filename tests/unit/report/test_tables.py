@@ -149,7 +149,7 @@ def test_plan_says_how_little_devices_gain_where_they_wait_for_each_other():
 @pytest.mark.parametrize(("name", "lines"), [
     ("model.layers.0", ["model.layers.0"]),
     ("bert.embeddings.word_embeddings", ["bert.embeddings.word_", "embeddings"]),
-    ("Embedding+BertLMPredictionHead", ["Embedding+BertLM", "PredictionHead"]),
+    ("Embedding+BertLMPredictionHead", ["Embedding+Bert", "LMPredictionHead"]),
     ("a" * 30, ["a" * 24, "a" * 6]),
 ])  # fmt: skip
 def test_names_are_broken_between_words(name, lines):
