@@ -20,6 +20,8 @@ _NATIVE_SHARE = 0.8
 """bf16 is native if its rate is at least this share of fp16's."""
 MOST_RANKS = 2**17
 """The search tries layouts for every divisor of the number of ranks."""
+_NOMINAL = 1.1
+"""A card's nominal memory is at most this times what torch states of it."""
 _MOST_MEMORY_BYTES = 2**50
 CACHING_MARGIN, CACHING_BYTES = 0.02, 128 * 2**20
 """What of a limit stays free for gaps between tensors in torch's caching allocator: a share, and bytes whatever the
@@ -121,12 +123,13 @@ class DeviceSpec:
         return bf16 is not None and (fp16 is None or bf16 >= _NATIVE_SHARE * fp16)
 
     def check_limit(self, limit_bytes: int | None, *, given: str) -> int:
-        """Return a limit if the device has as much memory, for None all of it; else raise ValueError with the limit as
-        it was `given`: `memory_limit='8GiB'`.
+        """Return a limit if the device has as much memory, for None all of it, and also for the nominal size of a card
+        of which torch states less; else raise ValueError with the limit as it was `given`: `memory_limit='8GiB'`.
         """
         total = self.memory_bytes
-        if limit_bytes is None or limit_bytes <= total:
-            return total if limit_bytes is None else limit_bytes
+        is_nominal = total % GIB and (limit_bytes or 0) <= _NOMINAL * total  # presets have whole sizes
+        if limit_bytes is None or limit_bytes <= total or is_nominal:
+            return min(limit_bytes or total, total)
         raise ValueError(
             f"{given} is more than the {format_bytes(total)} of {self.name}; use at most {total // 2**20}MiB, or leave"
             " it out for all of them."

@@ -48,6 +48,7 @@ from ..planner.search.compare import (
 from ..planner.search.search import search
 from ..planner.shared_policies import with_policies_of
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
+from ..quantities import format_bytes
 from ..tracing.options import ModelRun
 from ..tracing.pictures import UsualBatch
 from .cache import describe_once
@@ -152,6 +153,11 @@ class ProblemBuilder:
         self.hardware = hardware
         limit = hardware.device.check_limit(config.memory_limit_bytes, given=f"memory_limit={config.memory_limit!r}")
         self.limit_bytes = limit_after_oom(limit) if after_oom else limit
+        if limit < (config.memory_limit_bytes or 0) and rank() == 0:
+            _log.warning(
+                "memory_limit=%s means all of the %s that torch states of %s.",
+                config.memory_limit, format_bytes(limit), hardware.device.name,
+            )  # fmt: skip
 
     def build(self, split: ModelSplit = WHOLE_BLOCKS) -> PlanningProblem:
         """Return the problem of the model with a split; raise DescriptionError or ProfileError. Collective if it

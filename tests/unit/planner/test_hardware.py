@@ -10,6 +10,7 @@ from hf_osdp.planner.description import DType
 from hf_osdp.planner.hardware import (
     CACHING_BYTES,
     CACHING_MARGIN,
+    GIB,
     Backend,
     Collective,
     CollectiveTiming,
@@ -107,3 +108,21 @@ def test_devices_of_a_node_share_its_host():
     assert eighth.update_bytes_per_s == whole.update_bytes_per_s / 8 == 51.2e9
     assert eighth.to_device_bytes_per_s == whole.to_device_bytes_per_s == 26.3e9, "each has its own link"
     assert preset("a100-40", devices_per_node=8).scaled(devices_per_node=1).host == whole
+
+
+@pytest.mark.parametrize(("stated", "asked", "limit"), [
+    (79.14, 80, 79.14),  # an A100 with 80 GB, as torch states it
+    (14.58, 16, 14.58),  # a T4
+    (79.14, 40, 40),
+    (79.14, None, 79.14),
+    (80, 80, 80),
+    (79.14, 96, None),
+    (80, 81, None),  # a preset has its nominal size
+])  # fmt: skip
+def test_nominal_size_of_a_card_means_all_of_it(stated, asked, limit):
+    device = replace(preset("a100-80").device, memory_bytes=int(stated * GIB))
+    if limit is None:
+        with pytest.raises(ValueError, match=f"is more than the {int(stated)}"):
+            device.check_limit(asked * GIB, given="memory_limit='96GiB'")
+    else:
+        assert device.check_limit(asked and asked * GIB, given="") == int(limit * GIB)
