@@ -38,6 +38,8 @@ from .trainer_arguments import planned_arguments, samples_of_step, warn
 from .trainer_loss import MicroBatchRule, bytes_of_other_models, micro_batch_rule, traced_loss
 
 _log = logging.getLogger(__name__)
+_MOST_DEALT_TOKENS = 2**22
+"""Most tokens of a step, padded to the longest, that each rank gathers to deal them: some 100 MB of ids and masks."""
 _LOADER = ("get_train_dataloader", "_get_train_sampler")
 """The Trainer's methods that say which rows of the dataset make a batch."""
 
@@ -74,7 +76,8 @@ def job_of_trainer(
         optimizer=optimizer,
         inputs=batches,
         cuts_by_length=cuts,
-        deals_samples=rule.averages or args.average_tokens_across_devices,
+        deals_samples=(rule.averages or args.average_tokens_across_devices)
+        and samples * sequence_length <= _MOST_DEALT_TOKENS,
         inputs_of_length=batches.with_rows if isinstance(batches, Batches) else None,
         lengths=lengths,
         loss=None if batches is None or config.inputs or model_makes_loss else traced_loss(trainer),
@@ -110,9 +113,13 @@ def _lengths(
 
 
 def _is_known(trainer: Trainer) -> bool:
-    """Return whether the model is one of transformers, whose types that depend on padding are known."""
-    model = trainer.model
-    return isinstance(model, nn.Module) and type(without_adapters(model)).__module__.startswith("transformers.models.")
+    """Return whether the model and its loss are of transformers, of which it is known whether they depend on
+    padding.
+    """
+    model, stock = trainer.model, type(trainer).compute_loss is Trainer.compute_loss
+    assert isinstance(model, nn.Module)
+    of_transformers = type(without_adapters(model)).__module__.startswith("transformers.models.")
+    return stock and of_transformers and trainer.compute_loss_func is None
 
 
 def _reason_against_lengths(trainer: Trainer, batches: Inputs | None, rule: MicroBatchRule) -> str | None:

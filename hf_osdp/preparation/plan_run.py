@@ -121,7 +121,8 @@ def _token_budget(run: PlannedRun, job: Job, model: nn.Module) -> TokenBudget | 
         room_bytes = _peak_bytes(plan, run.inputs)
     else:
         outside_bytes = hardware.outside_bytes(plan.communicators)
-        loaded_bytes *= 3 * samples  # as they are loaded, joined and cut
+        gathered = 2 * job.world_size if job.deals_samples and job.world_size > 1 else 0
+        loaded_bytes *= (3 + gathered) * samples  # as they are loaded, joined and cut; and to be dealt
         room_bytes = hardware.room_bytes(plan.memory_limit_bytes) - outside_bytes - loaded_bytes
 
     def fits(length: int, tokens: int) -> bool:

@@ -182,7 +182,7 @@ CASES = {
     ),
     "means at the last token": Case(build=at_last_token, osdp={"micro_batch_size": 2}, pad=61, sizes=(2,) * 4),
     "a stream": Case(build=of_a_stream, osdp={"micro_batch_size": 2}, ranks=1, sizes=(2,) * 4),
-    "as it comes": Case(osdp={"micro_batch_size": 2}, ranks=1),
+    "as it comes": Case(build=classes, osdp={"micro_batch_size": 2}, ranks=1),
     "LoRA by tokens": Case(build=adapted, osdp={**BY_TOKENS, "micro_batch_size": 2}),
     "masked by tokens": Case(build=masked, osdp={**BY_TOKENS, "micro_batch_size": 2}),
     "labels of tokens by tokens": Case(build=tokens, osdp={**BY_TOKENS, "micro_batch_size": 2}),
