@@ -52,6 +52,8 @@ def announce_plan(run: PlannedRun) -> None:
     if run.hardware is not None:
         planned = f" for {run.hardware.summary}{planned}; times of blocks: {run.inputs.description.timing.rstrip('.')}"
     console.print(f"Planned{planned}.")
+    if run.evaluation is not None:
+        console.print(run.evaluation.line, soft_wrap=True)
     if run.budget is not None:
         console.print(
             "Samples of a step are sorted by length and cut into micro-batches of at most"

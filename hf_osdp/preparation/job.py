@@ -15,6 +15,7 @@ from .config import OSDPConfig
 
 if TYPE_CHECKING:
     from ..modeling.batch import Inputs, Loss
+    from .evaluation import Evaluation
 
 _IGNORED_WITH_CHECKPOINTING = (("recompute", False), ("split_vocabulary", True), (ACTIVATION_OPTION, True))
 """Options that have no effect if all blocks are recomputed."""
@@ -64,6 +65,8 @@ class Job:
     """In training, the loop gives labels to forward and reads only the loss from its outputs."""
     trains: bool = True
     """The model is trained, not only evaluated."""
+    evaluation: Evaluation | None = None
+    """The run's evaluation; None if there is none, or what it runs is not known."""
     folder: RunFolder | None = None
     """The run's output folder; None if unknown."""
     capability: tuple[int, int] | None = None
