@@ -79,7 +79,8 @@ def announce_result(run: PlannedRun, measured: Observation, output_dir: str | Pa
 
 
 def _content(run: PlannedRun, **measured: Any) -> Content:
-    return report_content(run.plan, run.inputs, planning_s=run.planning_s, comparison=run.comparison, **measured)
+    content = report_content(run.plan, run.inputs, planning_s=run.planning_s, comparison=run.comparison, **measured)
+    return {**content, "evaluation": None if run.evaluation is None else run.evaluation.content}
 
 
 def _console() -> Console:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..errors import PreflightError
@@ -84,6 +84,12 @@ class FittedEvaluation:
             f"Evaluation in batches of {loop.batch_size} needs {needed_text} ({moment}), and the limit leaves"
             f" {room_text}; set {remedy or 'a higher memory_limit: a single sample needs more'}.{why}"
         )
+
+    @property
+    def content(self) -> dict[str, object]:
+        """Peak and loop, for a report."""
+        nbytes, moment = self.model.peak(self.loop)
+        return {"peak_bytes": nbytes + self.outside_bytes, "moment": moment, **asdict(self.loop)}
 
     @property
     def line(self) -> str:
