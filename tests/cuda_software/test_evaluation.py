@@ -50,6 +50,14 @@ def seq2seq() -> torch.nn.Module:
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
 
 
+def largest(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(-1)
+
+
+def count(prediction: Any, compute_result: bool = True) -> dict[str, int]:
+    return {"count": len(prediction.label_ids)}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     model: Any = causal
@@ -59,6 +67,8 @@ class Case:
     """Tokens of a target."""
     samples: int = 24
     metrics: bool = False
+    reduces: Any = None
+    """`preprocess_logits_for_metrics`."""
     limit: str = "8GiB"
     ranks: int = 1
     osdp: dict[str, Any] = field(default_factory=dict)
@@ -82,6 +92,11 @@ CASES = {
     ),
     "causal, logits kept, two ranks": Case(metrics=True, ranks=2, osdp={"strategy": "fsdp"}),
     "causal, two ranks, kept after forward": Case(ranks=2, osdp={"strategy": "zero2"}),
+    "causal, bf16": Case(arguments={"bf16": True}),
+    "causal, bf16, two ranks": Case(arguments={"bf16": True}, metrics=True, ranks=2, osdp={"strategy": "fsdp"}),
+    "causal, tokens of the largest logits kept": Case(metrics=True, reduces=largest),
+    "causal, metrics of each batch": Case(metrics=True, arguments={"batch_eval_metrics": True}),
+    "causal, on the host": Case(metrics=True, ranks=2, osdp={"host_offload": True, "strategy": "fsdp"}),
     "classes": Case(model=classifier, vocabulary=2000, classes=3, metrics=True),
     "seq2seq": Case(model=seq2seq, vocabulary=32128, decoder=32, metrics=True),
 }
@@ -97,7 +112,7 @@ def evaluated(case: Case, folder: str) -> tuple[int, int, str, Any]:
     config = OSDPConfig(memory_limit=case.limit, hardware="a100-80", report=False, **case.osdp)
     trainer = Trainer(
         model=case.model(), args=args, train_dataset=data, eval_dataset=data, osdp=config,
-        compute_metrics=(lambda prediction: {"count": len(prediction.label_ids)}) if case.metrics else None,
+        compute_metrics=count if case.metrics else None, preprocess_logits_for_metrics=case.reduces,
     )  # fmt: skip
 
     class Begins(transformers.TrainerCallback):
@@ -123,8 +138,7 @@ def test_evaluation_takes_what_the_estimate_says(tmp_path, name):
     case = CASES[name]
     memory = {"memory": case.limit.removesuffix("iB"), "env": MEMORY_ALONE, "joins": False}
     for estimated, measured, moment, fitted in on_devices(evaluated, case.ranks, case, str(tmp_path), **memory):
-        loop = fitted.loop
         print(f"{name}: {estimated / 2**20:.1f} MiB estimated, {measured / 2**20:.1f} measured, in {moment}")
         assert -0.01 <= estimated / measured - 1 <= 0.03
         assert measured <= fitted.room_bytes
-        assert (loop.micro_batch_size < loop.batch_size, loop.moved_after is not None) == (case.parts, case.moves)
+        assert ("parts" in fitted.changes, "eval_accumulation_steps" in fitted.changes) == (case.parts, case.moves)
