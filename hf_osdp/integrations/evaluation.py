@@ -19,7 +19,8 @@ from ..errors import OSDPError
 from ..modeling.activations import tensors_of
 from ..modeling.replaced import replaced
 from ..planner.cost.evaluation import EvaluationLoop
-from ..preparation.evaluation import Evaluation, FittedEvaluation
+from ..preparation.evaluation import FittedEvaluation
+from ..preparation.job import Evaluation
 from .micro_batches import micro_batches, reason_against_cuts
 from .samples import find_batches, row_tokens
 from .trainer_arguments import accelerator_config_of
@@ -107,9 +108,9 @@ def predict_in_parts(
 
     Losses of the parts are divided by the items of the whole batch and added, or weigh by their samples.
     """
-    size = fitted.loop.micro_batch_size
+    size, averages = fitted.loop.micro_batch_size, fitted.asked.averages
     try:
-        parts = micro_batches([inputs], size, averages=fitted.averages) if size < fitted.loop.batch_size else []
+        parts = micro_batches([inputs], size, averages=averages) if size < fitted.loop.batch_size else []
     except OSDPError:  # on all ranks: this batch cannot be cut
         parts = []
     if len(parts) < 2:
@@ -120,7 +121,7 @@ def predict_in_parts(
         for part, share in parts:
             loss, *kept = step(inputs=part)
             if loss is not None:
-                loss = loss * share if fitted.averages else loss
+                loss = loss * share if averages else loss
                 total = loss if total is None else total + loss
             if whole is None:
                 whole = tree_map_only(torch.Tensor, lambda one: one.new_empty((rows, *one.shape[1:])), kept)

@@ -2,53 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
 
-from ..errors import PreflightError
+from ..distributed.consensus import on_rank_zero
+from ..errors import DescriptionError, PreflightError
 from ..planner.cost.evaluation import EvaluatedModel, EvaluationLoop
 from ..planner.description import ModelDescription
 from ..planner.placement import Activations
 from ..planner.plan import Plan
 from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
+from .job import Evaluation, Job
 
-if TYPE_CHECKING:
-    from ..modeling.batch import Inputs, Loss
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """A run's evaluation as its arguments have it."""
-
-    loop: EvaluationLoop
-    inputs: Inputs
-    """Returns a batch of the longest samples."""
-    sequence_length: int
-    outputs: Loss
-    """Computes the loss of a batch, and the outputs that the loop keeps."""
-    against_cuts: str | None = None
-    """Why a batch cannot be cut into parts with equal results; None if it can."""
-    averages: bool = False
-    """Losses are means over samples; else they add up."""
-    moves: bool = False
-    """It is not the user who says when outputs go to the host."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedEvaluation:
-    """An evaluation that fits under the limit, if there is one."""
+    """An evaluation under a plan, which fits under the limit if there is one."""
 
+    asked: Evaluation
     model: EvaluatedModel
     loop: EvaluationLoop
+    """As it runs."""
     room_bytes: int | None
     """For tensors; None without a limit."""
     outside_bytes: int
     """Of the device, outside tensors."""
-    against_cuts: str | None
-    averages: bool
-    moves: bool
     changes: str = ""
     """How the loop differs from the arguments, for people."""
 
@@ -56,7 +38,7 @@ class FittedEvaluation:
         """Return the evaluation with this loop, or with one that fits and has equal results; raise PreflightError if
         there is none.
         """
-        cuts, moves, room = self.against_cuts is None, self.moves and loop.keeps_outputs, self.room_bytes
+        room, cuts, moves = self.room_bytes, self.asked.against_cuts is None, self.asked.moves and loop.keeps_outputs
         if room is None or self.model.fits(loop, room):
             return replace(self, loop=loop, changes="")
         fitting = self.model.fitting(loop, room, cuts=cuts, moves=moves)
@@ -79,7 +61,7 @@ class FittedEvaluation:
         ways = {f"per_device_eval_batch_size={size}": size}
         ways |= {} if earlier is None else {f"eval_accumulation_steps={earlier.moved_after}": 1}
         remedy = " or ".join(way for way, is_open in ways.items() if is_open)
-        why = f" Batches are not cut: {self.against_cuts}." if self.against_cuts else ""
+        why = "" if cuts else f" Batches are not cut: {self.asked.against_cuts}."
         return (
             f"Evaluation in batches of {loop.batch_size} needs {needed_text} ({moment}), and the limit leaves"
             f" {room_text}; set {remedy or 'a higher memory_limit: a single sample needs more'}.{why}"
@@ -99,37 +81,36 @@ class FittedEvaluation:
 
 
 def fit_evaluation(
-    evaluation: Evaluation, plan: Plan, inputs: PlanInputs, describe: Callable[[], ModelDescription],
-    *, memory_limit_bytes: int | None, trains: bool, device_type: str,
-) -> FittedEvaluation | None:  # fmt: skip
-    """Return how an evaluation runs under a plan; None if the units run in another order than in training.
+    job: Job, plan: Plan, inputs: PlanInputs, describe: Callable[[Evaluation], ModelDescription]
+) -> FittedEvaluation | None:
+    """Return how a run evaluates under a plan; None if it does not, or its memory cannot be estimated. Collective.
 
-    Args:
-        evaluation: as the arguments have it.
-        plan: the run's plan.
-        inputs: those of the plan.
-        describe: describes the model without gradients, on the evaluation's batches, split and grouped as planned.
-        memory_limit_bytes: the user's; the plan's comes first.
-        trains: whether there are optimizer states.
-        device_type: `cpu` or `cuda`.
-
-    Raises:
-        PreflightError: no loop with equal results fits.
+    `describe` describes the model as it evaluates, split and grouped as planned. Raise PreflightError if no loop with
+    equal results fits.
     """
-    found, hardware = describe(), inputs.hardware
-    if [unit.fqn for unit in found.units] != [unit.fqn for unit in inputs.description.units]:
+    asked, hardware = job.evaluation, inputs.hardware
+    if asked is None:
         return None
-    description = replace(found, units=inputs.description.units)
-    limit = plan.memory_limit_bytes or memory_limit_bytes
+
+    def described() -> ModelDescription | None:
+        try:
+            found = describe(asked)
+        except DescriptionError as error:
+            _log.warning("The memory of evaluation is not known (%s).", str(error).rstrip("."))
+            return None
+        units = inputs.description.units
+        alike = [unit.fqn for unit in found.units] == [unit.fqn for unit in units]
+        return replace(found, units=units) if alike else None
+
+    if (description := on_rank_zero(described)) is None:
+        return None
+    limit = plan.memory_limit_bytes or job.config.memory_limit_bytes
     outside = 0 if hardware is None else hardware.outside_bytes(plan.communicators)
     room = limit if hardware is None or limit is None else hardware.room_bytes(limit) - outside
-    layouts = plan.layouts(inputs.description)
+    layouts = (replace(layout, activations=Activations.SAVE) for layout in plan.layouts(description))
     model = EvaluatedModel(
-        description=description, layouts=tuple(replace(one, activations=Activations.SAVE) for one in layouts),
-        world_size=plan.world_size, job=inputs.job, trains=trains, gathers_in_lists=device_type == "cpu",
+        description=description, layouts=tuple(layouts), world_size=plan.world_size, job=inputs.job,
+        trains=job.trains, gathers_in_lists=job.device_type == "cpu",
     )  # fmt: skip
-    fitted = FittedEvaluation(
-        model=model, loop=evaluation.loop, room_bytes=room, outside_bytes=outside,
-        against_cuts=evaluation.against_cuts, averages=evaluation.averages, moves=evaluation.moves,
-    )  # fmt: skip
-    return fitted.of(evaluation.loop)
+    fitted = FittedEvaluation(asked=asked, model=model, loop=asked.loop, room_bytes=room, outside_bytes=outside)
+    return fitted.of(asked.loop)

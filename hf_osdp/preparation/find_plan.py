@@ -51,8 +51,7 @@ from ..tracing.describe import describe
 from ..tracing.options import ModelRun
 from ..tracing.pictures import UsualBatch
 from .cache import describe_once
-from .evaluation import Evaluation
-from .job import Job
+from .job import Evaluation, Job
 from .run_profile import hardware_of_run, times_of_run
 
 _log = logging.getLogger(__name__)

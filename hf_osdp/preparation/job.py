@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import refuse_first
+from ..planner.cost.evaluation import EvaluationLoop
 from ..planner.optimizers import impossible_places
 from ..planner.placement import ACTIVATION_OPTION
 from ..planner.training_job import Decisions, OptimizerSpec, Precision, TrainingJob
@@ -15,7 +16,6 @@ from .config import OSDPConfig
 
 if TYPE_CHECKING:
     from ..modeling.batch import Inputs, Loss
-    from .evaluation import Evaluation
 
 _IGNORED_WITH_CHECKPOINTING = (("recompute", False), ("split_vocabulary", True), (ACTIVATION_OPTION, True))
 """Options that have no effect if all blocks are recomputed."""
@@ -32,6 +32,24 @@ class RunFolder:
     """Whether checkpoints hold optimizer states."""
     adapters: bool = False
     """Whether checkpoints hold only trained parameters, as those of peft do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """A run's evaluation as its arguments have it."""
+
+    loop: EvaluationLoop
+    inputs: Inputs
+    """Returns a batch of the longest samples."""
+    sequence_length: int
+    outputs: Loss
+    """Computes the loss of a batch, and the outputs that the loop keeps."""
+    against_cuts: str | None = None
+    """Why a batch cannot be cut into parts with equal results; None if it can."""
+    averages: bool = False
+    """Losses are means over samples; else they add up."""
+    moves: bool = False
+    """It is not the user who says when outputs go to the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..distributed.consensus import on_rank_zero, require_same_run
 from ..distributed.mesh import find_topology, rank
-from ..errors import DescriptionError, PlanError, PreflightError, refuse_first
+from ..errors import PlanError, PreflightError, refuse_first
 from ..modeling.batch import check_inputs
 from ..modeling.quantized import pack
 from ..planner.cost.evaluate import PlanEstimate
@@ -30,7 +30,7 @@ from ..sharding.environment import uses_host
 from .config import OSDPConfig
 from .evaluation import FittedEvaluation, fit_evaluation
 from .find_plan import Describer, find_plan, plan_from_rank_zero
-from .job import Job
+from .job import Evaluation, Job
 from .preflight import Finding, find_problems
 
 _log = logging.getLogger(__name__)
@@ -103,31 +103,16 @@ def plan_run(model: nn.Module, job: Job) -> PlannedRun:
     budget = on_rank_zero(lambda: _token_budget(run, job, model)) if job.config.batch_by_tokens else None
     if budget is None and job.config.batch_by_tokens and rank() == 0:
         _log.warning("batch_by_tokens=True has no effect: the limit leaves no room for a step's batches.")
-    evaluation = on_rank_zero(lambda: _evaluation(run, job, model))
+
+    def as_it_evaluates(asked: Evaluation) -> ModelDescription:
+        found = Describer(model, job).describe_evaluation(asked, run.plan.split.of_single_blocks)
+        return grouped_as_planned(found, run.plan)
+
+    evaluation = fit_evaluation(job, run.plan, run.inputs, as_it_evaluates)
     return replace(
         run, planning_s=planning_s, findings=_findings(run, job, model), trains=job.trains, evaluation=evaluation,
         budget=budget,
     )  # fmt: skip
-
-
-def _evaluation(run: PlannedRun, job: Job, model: nn.Module) -> FittedEvaluation | None:
-    """Return how the run evaluates, None if that cannot be estimated; raise PreflightError if it cannot fit."""
-    if (evaluation := job.evaluation) is None:
-        return None
-    plan = run.plan
-
-    def describe() -> ModelDescription:
-        found = Describer(model, job).describe_evaluation(evaluation, plan.split.of_single_blocks)
-        return grouped_as_planned(found, plan)
-
-    try:
-        return fit_evaluation(
-            evaluation, plan, run.inputs, describe, memory_limit_bytes=job.config.memory_limit_bytes,
-            trains=job.trains, device_type=job.device_type,
-        )  # fmt: skip
-    except DescriptionError as error:
-        _log.warning("The memory of evaluation is not known (%s).", str(error).rstrip("."))
-        return None
 
 
 def _token_budget(run: PlannedRun, job: Job, model: nn.Module) -> TokenBudget | None:

@@ -93,11 +93,9 @@ class EvaluatedModel:
     def _moments(self, loop: EvaluationLoop) -> Iterator[tuple[str, int]]:
         """Yield name and bytes of each moment of the last batch before outputs go to the host."""
         size, job = loop.micro_batch_size, replace(self.job, holds_outputs=False)
+        batch = Batch(micro_batch_size=size, accumulation_steps=1)
         whole_batch = Affine(constant=self.description.input_bytes.bytes(loop.batch_size))
-        description, batch = (
-            replace(self.description, input_bytes=whole_batch),
-            Batch(micro_batch_size=size, accumulation_steps=1),
-        )
+        description = replace(self.description, input_bytes=whole_batch)
         units, segments = layout_terms(description, self.layouts, self.world_size, job, batch)
         if not self.trains:
             units = [replace(unit, optimizer=0) for unit in units]
@@ -107,14 +105,12 @@ class EvaluatedModel:
         # the outputs of the batch before have a variable of their own; of the only one kept it is no copy
         before = gathered * (kept + (kept > 1))
         steady, stays = _after_a_batch(units)
-        for each, held in ((units, 0), (steady, stays)):
+        for each, beside in ((units, before), (steady, before + stays)):
+            beside += own if size < loop.batch_size else 0
             walk = step_moments(description, each, segments, job, batch, all_kinds)
             for phase, unit, level in takewhile(lambda moment: moment[0].startswith("forward"), walk):
                 assert unit is not None
-                yield (
-                    f"{phase} of {description.units[unit].label}",
-                    level + held + before + (own if size < loop.batch_size else 0),
-                )
+                yield f"{phase} of {description.units[unit].label}", level + beside
         between = stays + sum(unit.held - unit.copies for unit in units)
         between += resident_bytes(description, job, size, all_kinds)
         if self.world_size > 1:

@@ -45,15 +45,15 @@ def test_parts_add_the_outputs_of_the_batch_and_need_less_for_forward():
 
 
 def test_largest_parts_and_then_most_batches_are_taken():
-    evaluation = replace(evaluation_of(world=2, outputs=OUTPUT), against_cuts=None, moves=True)
+    evaluation = evaluation_of(world=2, outputs=OUTPUT, moves=True)
     for size, moved in ((8, 5), (8, 1)):
         asked = replace(evaluation.loop, micro_batch_size=size, moved_after=moved)
         limited = replace(evaluation, room_bytes=evaluation.model.peak(asked)[0])
         assert limited.of(evaluation.loop).loop == asked
-    large = evaluation_of(world=1, outputs=1)
+    large = evaluation_of(world=1, outputs=1, moves=True)
     part = replace(large.loop, micro_batch_size=3)
     room_bytes = large.model.peak(part)[0]
-    found = replace(large, against_cuts=None, moves=True, room_bytes=room_bytes).of(large.loop)
+    found = replace(large, room_bytes=room_bytes).of(large.loop)
     assert found.loop == part
     assert found.line.endswith("; to fit, batches of 8 run in parts of at most 3 samples, with equal results.")
 
