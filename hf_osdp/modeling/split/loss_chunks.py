@@ -97,7 +97,7 @@ class ChunkedHead(nn.Linear):
         """Return the sum of the tokens' losses; refuse float16, whose gradients underflow because the loss scale is
         not known yet.
         """
-        if _compute_dtype(hidden) is torch.float16:
+        if torch.is_grad_enabled() and _compute_dtype(hidden) is torch.float16:
             raise OSDPError(
                 "The loss in chunks computes gradients before the loss is scaled, so they underflow in fp16; use bf16,"
                 " or plan again."
