@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
-from transformers import Seq2SeqTrainer, TrainingArguments
 from transformers import Trainer as StockTrainer
+from transformers import TrainingArguments
 
 from ..distributed.process_group import all_gather_objects
 from ..errors import OSDPError
@@ -39,13 +39,19 @@ def evaluation_of(trainer: Any, rule: MicroBatchRule, dataset: Any, collator: An
     """
     args, config = trainer.args, trainer.accelerator.config
     found = None if dataset is None else find_batches(dataset, collator)
-    length = row_tokens(None if found is None else found.tokens or 1, config.sequence_length)
+    tokens = 0 if found is None else found.tokens or 1
+    if found is not None and not found.is_whole:
+        tokens = max(tokens, config.sequence_length or 0)
+    length = row_tokens(tokens, None)
     known = found is not None and length is not None and isinstance(found(1), Mapping) and _runs_stock_steps(trainer)
     if not all(all_gather_objects(known)):
         return None
     assert found is not None and length is not None
     batches: Batches = found.with_rows(length)
     keeps = trainer.compute_metrics is not None and not args.prediction_loss_only
+    cache = cache_bytes(trainer, length) if keeps and getattr(args, "predict_with_generate", False) else None
+    if cache == 0:
+        return None
     sizes = [
         len(one) for one in (dataset.values() if isinstance(dataset, dict) else [dataset]) if isinstance(one, Sized)
     ]
@@ -54,9 +60,10 @@ def evaluation_of(trainer: Any, rule: MicroBatchRule, dataset: Any, collator: An
         inputs=config.inputs or batches,
         sequence_length=length,
         outputs=traced_prediction(trainer, loss_alone=not keeps),
-        against_cuts=_reason_against_cuts(trainer, rule, batches),
+        against_cuts="they generate" if cache else _reason_against_cuts(trainer, rule, batches),
         averages=rule.averages,
-        moves=args.eval_accumulation_steps is None and not args.batch_eval_metrics,
+        moves=not cache and args.eval_accumulation_steps is None and not args.batch_eval_metrics,
+        generated_bytes=cache or 0,
     )
 
 
@@ -71,10 +78,29 @@ def evaluation_loop(args: TrainingArguments, samples: int | None, *, keeps: bool
 
 
 def _runs_stock_steps(trainer: Any) -> bool:  # noqa: ANN401
-    """Return whether prediction steps are those of transformers, without generation."""
+    """Return whether prediction steps are those of transformers."""
     own = next(cls for cls in type(trainer).__mro__ if "prediction_step" in vars(cls))
-    generates = issubclass(own, Seq2SeqTrainer) and getattr(trainer.args, "predict_with_generate", False)
-    return own.__module__.partition(".")[0] in ("transformers", "hf_osdp") and not generates
+    return own.__module__.partition(".")[0] in ("transformers", "hf_osdp")
+
+
+def cache_bytes(trainer: Any, prompt: int) -> int:  # noqa: ANN401
+    """Return the least bytes of the key-value cache of one sample, with all its beams; 0 if its size is not known."""
+    args, model, generation = trainer.args, trainer.model, getattr(trainer.model, "generation_config", None)
+    if generation is None:
+        return 0
+    text, crosses = model.config.get_text_config(decoder=True), getattr(model.config, "is_encoder_decoder", False)
+    heads, kinds = text.num_attention_heads, getattr(text, "layer_types", None)
+    layers = text.num_hidden_layers if kinds is None else kinds.count("full_attention")
+    width = (getattr(text, "num_key_value_heads", None) or heads) * (
+        getattr(text, "head_dim", None) or text.hidden_size // heads
+    )
+    tokens = args.generation_max_length or generation.max_length or 20
+    if generation.max_new_tokens is not None:
+        tokens = generation.max_new_tokens + (0 if crosses else prompt)
+    beams = args.generation_num_beams or generation.num_beams or 1
+    dtype = trainer.accelerator.precision.compute
+    itemsize = model.dtype.itemsize if dtype is None else dtype.itemsize
+    return int(2 * layers * width * itemsize * beams * (tokens + prompt * crosses))
 
 
 def _reason_against_cuts(trainer: Any, rule: MicroBatchRule, batches: Batches) -> str | None:  # noqa: ANN401

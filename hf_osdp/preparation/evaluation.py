@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 
 from ..distributed.consensus import on_rank_zero
 from ..errors import DescriptionError, PreflightError
+from ..planner.affine import Affine
 from ..planner.cost.evaluation import EvaluatedModel, EvaluationLoop
 from ..planner.description import ModelDescription
 from ..planner.placement import Activations
@@ -83,7 +84,8 @@ class FittedEvaluation:
 def fit_evaluation(
     job: Job, plan: Plan, inputs: PlanInputs, describe: Callable[[Evaluation], ModelDescription]
 ) -> FittedEvaluation | None:
-    """Return how a run evaluates under a plan; None if it does not, or its memory cannot be estimated. Collective.
+    """Return how a run evaluates under a plan; None if it does not, if its memory cannot be estimated, or if all that
+    is known is that a cache fits. Collective.
 
     `describe` describes the model as it evaluates, split and grouped as planned. Raise PreflightError if no loop with
     equal results fits.
@@ -93,6 +95,9 @@ def fit_evaluation(
         return None
 
     def described() -> ModelDescription | None:
+        if asked.generated_bytes:
+            cache = Affine(per_sample=asked.generated_bytes)
+            return replace(inputs.description, segments=(), input_bytes=cache, output_bytes=Affine())
         try:
             found = describe(asked)
         except DescriptionError as error:
@@ -113,4 +118,5 @@ def fit_evaluation(
         trains=job.trains, gathers_in_lists=job.device_type == "cpu",
     )  # fmt: skip
     fitted = FittedEvaluation(asked=asked, model=model, loop=asked.loop, room_bytes=room, outside_bytes=outside)
-    return fitted.of(asked.loop)
+    fits = fitted.of(asked.loop)
+    return None if asked.generated_bytes else fits

@@ -113,6 +113,7 @@ class EvaluatedModel:
                 yield f"{phase} of {description.units[unit].label}", level + beside
         between = stays + sum(unit.held - unit.copies for unit in units)
         between += resident_bytes(description, job, size, all_kinds)
+        yield "between batches" if segments else "the cache of generation", between + before
         if self.world_size > 1:
             copies = 2 if self.gathers_in_lists else 1
             yield "gathering outputs", between + kept * gathered + own + copies * gathered
