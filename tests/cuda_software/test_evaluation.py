@@ -92,6 +92,7 @@ CASES = {
         metrics=True, limit="2GiB", samples=36, arguments={"per_device_eval_batch_size": 12}, moves=True, parts=True
     ),
     "causal, logits kept, two ranks": Case(metrics=True, ranks=2, osdp={"strategy": "fsdp"}),
+    "causal, two replicas": Case(metrics=True, ranks=2, osdp={"strategy": "ddp"}),
     "causal, two ranks, kept after forward": Case(ranks=2, osdp={"strategy": "zero2"}),
     "causal, bf16": Case(arguments={"bf16": True}),
     "causal, bf16, two ranks": Case(arguments={"bf16": True}, metrics=True, ranks=2, osdp={"strategy": "fsdp"}),
@@ -105,7 +106,7 @@ CASES = {
 
 DAILY = (
     "causal, loss in chunks", "causal, in parts", "causal, logits kept, moved earlier",
-    "causal, logits kept, two ranks", "classes", "seq2seq",
+    "causal, logits kept, two ranks", "causal, two replicas", "classes", "seq2seq",
 )  # fmt: skip
 
 
