@@ -116,7 +116,7 @@ def evaluating(
     trainer: StockTrainer, fitted: FittedEvaluation | None, loader: DataLoader[Any], *, keeps: bool
 ) -> Iterator[None]:
     """Let the Trainer evaluate this loader as it fits in this context; raise PreflightError if it does not."""
-    args, data = trainer.args, loader.dataset
+    args, data = trainer.args, getattr(loader, "dataset", None)
     if fitted is None or (keeps and not fitted.loop.keeps_outputs):  # then nothing is known of the outputs
         yield
         return
