@@ -52,6 +52,8 @@ def announce_plan(run: PlannedRun) -> None:
     if run.hardware is not None:
         planned = f" for {run.hardware.summary}{planned}; times of blocks: {run.inputs.description.timing.rstrip('.')}"
     console.print(f"Planned{planned}.")
+    if run.evaluation is not None:
+        console.print(run.evaluation.line, soft_wrap=True)
     if run.budget is not None:
         console.print(
             "Samples of a step are sorted by length and cut into micro-batches of at most"
@@ -77,7 +79,8 @@ def announce_result(run: PlannedRun, measured: Observation, output_dir: str | Pa
 
 
 def _content(run: PlannedRun, **measured: Any) -> Content:
-    return report_content(run.plan, run.inputs, planning_s=run.planning_s, comparison=run.comparison, **measured)
+    content = report_content(run.plan, run.inputs, planning_s=run.planning_s, comparison=run.comparison, **measured)
+    return {**content, "evaluation": None if run.evaluation is None else run.evaluation.content}
 
 
 def _console() -> Console:

@@ -49,8 +49,8 @@ def shard_model(
     )  # fmt: skip
     if weights is not None:
         _load_from_rank_zero(model, weights, device)
-    elif run.plan.world_size == 1:
-        move_to_device(model, device)
+    else:
+        move_to_device(model, device)  # FSDP2 moves only what it shards
     for optimizer in optimizers:
         rebind_parameters(optimizer, names, model)
 

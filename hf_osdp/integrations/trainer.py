@@ -21,9 +21,11 @@ from ..distributed.process_group import require_all
 from ..distributed.said_once import say_uncaught_once
 from ..distributed.stop import StopSignal
 from ..modeling.replaced import replaced
+from ..modeling.split.loss_chunks import only_loss_read
 from ..modeling.units import canonical_name
 from ..planner.plan import Plan
 from ..preparation.config import OSDPConfig
+from ..preparation.evaluation import FittedEvaluation
 from ..preparation.plan_run import PlannedRun
 from ..sharding.between_steps import mixing_explained
 from ..sharding.environment import prepare_precision, prepare_to_plan
@@ -31,6 +33,7 @@ from ..sharding.state import free_gathered
 from ..sharding.unit_order import called_alone
 from .accelerator import OSDPAccelerator
 from .announce import plan_and_announce
+from .evaluation import Predicted, evaluating, predict_in_parts
 from .micro_batches import micro_batches, pad_token_of
 from .plugin import OSDPPlugin
 from .trainer_arguments import (
@@ -74,6 +77,8 @@ class Trainer(TrainerCheckpoints):
     """What the plan's micro-batches may be; known with the plan."""
     _cuts = False
     """Whether steps are cut into micro-batches other than the batches that are loaded."""
+    _evaluation: FittedEvaluation | None = None
+    """How the evaluation in progress runs; None outside of one."""
     _waiting: list[dict[str, Any]]
     """The batches of the step that have been loaded."""
 
@@ -250,8 +255,26 @@ class Trainer(TrainerCheckpoints):
         """Evaluate as the stock Trainer, under a plan: for training, or without data for that, for this loader."""
         if self._osdp is None:
             return super().evaluation_loop(dataloader, *args, **kwargs)
-        with self._as_planned(self._planned_run(dataloader)):
+        run, alone = self._planned_run(dataloader), kwargs.get("prediction_loss_only", (*args, None, None)[1])
+        keeps = not (self.args.prediction_loss_only if alone is None else alone)
+        with self._as_planned(run), evaluating(self, run.evaluation, dataloader, keeps=keeps):
             return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Predicted:
+        """Predict as the stock Trainer, in parts where a whole batch does not fit."""
+        step = functools.partial(
+            super().prediction_step, model, prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys
+        )
+        if self._evaluation is None:
+            return step(inputs=inputs)
+        with only_loss_read(model) if prediction_loss_only else nullcontext():
+            return predict_in_parts(self, step, inputs, self._evaluation)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train as the stock Trainer; print estimate and measurement of the first steps, and write `osdp_report.json`.

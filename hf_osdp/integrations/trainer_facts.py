@@ -32,6 +32,7 @@ from ..preparation.plan_run import PlannedRun
 from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import reason_against_unit_steps
 from .checkpoints import is_adapted
+from .evaluation import evaluation_of
 from .micro_batches import reason_against_cuts, reason_against_lengths
 from .samples import Batches, find_batches, find_lengths, row_tokens, with_length_of_inputs
 from .trainer_arguments import planned_arguments, samples_of_step, warn
@@ -62,6 +63,11 @@ def job_of_trainer(
     cuts, lengths = _lengths(trainer, batches, rule, sequence_length) if trains else (False, None)
     sized = replace(config, sequence_length=sequence_length, global_batch_size=samples, micro_batch_size=rule.chosen)
     optimizer, against_unit_steps = _optimizer_facts(trainer)
+    evaluated = (
+        (loader.dataset, loader.collate_fn)
+        if loader is not None
+        else _rows_and_collator(trainer, trainer.eval_dataset)
+    )
     folder = RunFolder(
         path=str(args.output_dir),
         saves=args.save_strategy != SaveStrategy.NO,
@@ -89,6 +95,7 @@ def job_of_trainer(
         ),
         reads_loss_alone=model_makes_loss and not args.use_liger_kernel,
         trains=trains,
+        evaluation=evaluation_of(trainer, rule, *evaluated),
         folder=folder if trains else None,
     )
     return job, rule

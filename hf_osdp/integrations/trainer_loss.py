@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from ..distributed.consensus import on_rank_zero
 from ..distributed.fsdp_internals import parameter_groups, stays_gathered
 from ..errors import InfeasibleError
 from ..modeling.batch import Inputs, training_batch, without_adapters
+from ..modeling.replaced import replaced
+from ..modeling.split.loss_chunks import only_loss_read
 from ..modeling.wrapping import has_running_statistics
 from ..preparation.config import OSDPConfig
 from ..sharding.replicas import is_under_plan
@@ -255,6 +257,26 @@ def traced_loss(trainer: Trainer) -> Callable[..., object]:
             )
 
     return loss
+
+
+def traced_prediction(trainer: Trainer, *, loss_alone: bool) -> Callable[..., object]:
+    """Return the trainer's `prediction_step` as a function of a fake model and a batch, to the loss and to what an
+    evaluation keeps beside it.
+    """
+
+    def predicted(fake_model: nn.Module, batch: Any) -> object:  # noqa: ANN401
+        given, inputs = batch.get("labels"), None
+        items = max(1, given.numel()) if isinstance(given, torch.Tensor) and _counts_items(trainer) else None
+        with _examined(trainer, fake_model), only_loss_read(fake_model) if loss_alone else nullcontext():
+            with replaced(trainer, _prepare_inputs=dict, _get_num_items_in_batch=lambda *_: items):
+                loss, logits, labels = Trainer.prediction_step(trainer, fake_model, batch, loss_alone)
+            if logits is not None and trainer.preprocess_logits_for_metrics is not None:
+                logits = trainer.preprocess_logits_for_metrics(logits, cast("torch.Tensor", labels))
+            if "inputs" in trainer.args.include_for_metrics:
+                inputs = batch.get(getattr(trainer.model, "main_input_name", "input_ids"))
+        return torch.zeros(()) if loss is None else loss, logits, labels, inputs
+
+    return predicted
 
 
 def _counts_items(trainer: Trainer) -> bool:

@@ -49,10 +49,11 @@ from ..planner.search.search import search
 from ..planner.shared_policies import with_policies_of
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..quantities import format_bytes
+from ..tracing.describe import describe
 from ..tracing.options import ModelRun
 from ..tracing.pictures import UsualBatch
 from .cache import describe_once
-from .job import Job
+from .job import Evaluation, Job
 from .run_profile import hardware_of_run, times_of_run
 
 _log = logging.getLogger(__name__)
@@ -313,6 +314,15 @@ class Describer:
             )  # fmt: skip
         self._inputs, self._loss, self._may_fall_back = None, None, False
         return self._describe(split)
+
+    def describe_evaluation(self, evaluation: Evaluation, split: ModelSplit) -> ModelDescription:
+        """Describe the model with a split as it evaluates, with the outputs that are kept; raise DescriptionError."""
+        run = replace(
+            self._run, inputs=evaluation.inputs, loss=evaluation.outputs, trains=False,
+            sequence_length=evaluation.sequence_length, activation_checkpointing=False,
+        )  # fmt: skip
+        description = describe(self._model, **run.keywords, split=split, recomputation=False)
+        return replace(description, other_bytes=sum(self._job.other_models.values()))
 
     def _of_one_sample(self) -> ModelDescription | None:
         """Describe a model that may not run more samples at once by one alone; None if the run has larger

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import refuse_first
+from ..planner.cost.evaluation import EvaluationLoop
 from ..planner.lengths import Lengths
 from ..planner.optimizers import impossible_places
 from ..planner.placement import ACTIVATION_OPTION
@@ -32,6 +33,26 @@ class RunFolder:
     """Whether checkpoints hold optimizer states."""
     adapters: bool = False
     """Whether checkpoints hold only trained parameters, as those of peft do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """A run's evaluation as its arguments have it."""
+
+    loop: EvaluationLoop
+    inputs: Inputs
+    """Returns a batch of the longest samples."""
+    sequence_length: int
+    outputs: Loss
+    """Computes the loss of a batch, and the outputs that the loop keeps."""
+    against_cuts: str | None = None
+    """Why a batch cannot be cut into parts with equal results; None if it can."""
+    averages: bool = False
+    """Losses are means over samples; else they add up."""
+    moves: bool = False
+    """It is not the user who says when outputs go to the host."""
+    generated_bytes: int = 0
+    """Least bytes of a sample's key-value cache, if the evaluation generates; nothing else of it is known then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +92,8 @@ class Job:
     """In training, the loop gives labels to forward and reads only the loss from its outputs."""
     trains: bool = True
     """The model is trained, not only evaluated."""
+    evaluation: Evaluation | None = None
+    """The run's evaluation; None if there is none, or what it runs is not known."""
     folder: RunFolder | None = None
     """The run's output folder; None if unknown."""
     capability: tuple[int, int] | None = None

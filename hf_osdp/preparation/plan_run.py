@@ -29,8 +29,9 @@ from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
 from ..sharding.environment import uses_host
 from .config import OSDPConfig
+from .evaluation import FittedEvaluation, fit_evaluation
 from .find_plan import Describer, find_plan, plan_from_rank_zero
-from .job import Job
+from .job import Evaluation, Job
 from .preflight import Finding, find_problems
 
 _log = logging.getLogger(__name__)
@@ -54,6 +55,8 @@ class PlannedRun:
     """Findings of the preflight checks."""
     trains: bool = True
     """The model is trained, not only evaluated."""
+    evaluation: FittedEvaluation | None = None
+    """How the run evaluates; None if that is not known."""
     budget: TokenBudget | None = None
     """How the loop cuts a step's samples by length; None runs the plan's micro-batches."""
 
@@ -106,7 +109,16 @@ def plan_run(model: nn.Module, job: Job) -> PlannedRun:
             run = _searched(model, job) if job.config.plan is None else run
             if rank() == 0 and job.config.batch_by_tokens:
                 _log.warning("batch_by_tokens=True has no effect: the limit leaves no room for a step's batches.")
-    return replace(run, planning_s=planning_s, findings=_findings(run, job, model), trains=job.trains, budget=budget)
+
+    def as_it_evaluates(asked: Evaluation) -> ModelDescription:
+        found = Describer(model, job).describe_evaluation(asked, run.plan.split.of_single_blocks)
+        return grouped_as_planned(found, run.plan)
+
+    evaluation = fit_evaluation(job, run.plan, run.inputs, as_it_evaluates)
+    return replace(
+        run, planning_s=planning_s, findings=_findings(run, job, model), trains=job.trains, evaluation=evaluation,
+        budget=budget,
+    )  # fmt: skip
 
 
 def _token_budget(run: PlannedRun, job: Job, model: nn.Module) -> TokenBudget | None:

@@ -190,9 +190,10 @@ class _Describer:
             raise DescriptionError(
                 f"{self._name} cannot be traced on fake tensors{_where(error)}: {first_line(error)}. {remedy}"
             ) from error
-        if split.is_none:
-            self._warn_of_idle_units(trace)
-        if Kernel.MATH in trace.kernels and split.is_none:
+        if not (split.is_none and self._options.trains):
+            return trace
+        self._warn_of_idle_units(trace)
+        if Kernel.MATH in trace.kernels:
             capability = self._options.capability or capability_here() or ASSUMED_CAPABILITY
             _log.warning(math_kernel_warning(trace.kernels[Kernel.MATH], capability))
         return trace

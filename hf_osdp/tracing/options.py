@@ -52,6 +52,8 @@ class ModelRun:
 
     Not needed if the model has activation checkpointing enabled already.
     """
+    trains: bool = True
+    """A backward follows. Else forward runs alone, in evaluation mode and without gradients."""
     compile: bool = False
     """The blocks' forwards will be compiled. A trace counts them as they are: compiled, they need less."""
 

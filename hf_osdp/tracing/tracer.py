@@ -71,7 +71,7 @@ class Tracer:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._deadline_s = time.process_time() + options.run.seconds
         self._batches = {count: inputs(count) for count in options.samples}
-        self._fake = fake_copy(model, self._mode, options.run.cast_dtype, untie=True)
+        self._fake = fake_copy(model, self._mode, options.run.cast_dtype, untie=True).train(options.run.trains)
         if options.checkpointed_blocks is not None:
             checkpoint_blocks(self._fake, options.checkpointed_blocks)
         self._modules = modules_by_name(self._fake)
@@ -83,8 +83,8 @@ class Tracer:
         not.
         """
         self._step_names = _step_names(units)
-        self._trains = any(parameter.requires_grad for parameter in self._fake.parameters())
-        """Whether any parameter is trainable; else no backward runs."""
+        self._trains = options.run.trains and any(parameter.requires_grad for parameter in self._fake.parameters())
+        """Whether a backward runs, for which a parameter must be trainable."""
         self._logs: dict[int, list[list[LoggedCall]]] = {}
         """Operators of recomputed units in the last run: for each batch those of forward, then those of its second
         run.
@@ -168,6 +168,7 @@ class Tracer:
             stack.enter_context(recorder)
             if self._cuda is not None:
                 stack.enter_context(self._cuda)
+            stack.enter_context(torch.set_grad_enabled(self._options.run.trains))
             output = output_of(self._fake, fakes, self._options.run.loss)
             loss = loss_of(output)
             storages = {

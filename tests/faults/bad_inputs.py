@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,7 @@ from hf_osdp.integrations.plugin import OSDPPlugin
 from hf_osdp.integrations.trainer_arguments import requested_options
 from hf_osdp.modeling.split.operators import split_operators
 from hf_osdp.modeling.units import find_units, refuse_changed
+from hf_osdp.planner.cost.evaluation import EvaluationLoop
 from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.optimizers import spec_of_trainer_name
 from hf_osdp.planner.plan import Plan
@@ -52,6 +54,7 @@ from hf_osdp.reading import MOST_BYTES
 from hf_osdp.sharding.optimizer import check_optimizer, spec_of_optimizer
 from hf_osdp.sharding.optimizer_steps import parameter_names, release_parameters, step_on_shards
 from tests.helpers.descriptions import transformer
+from tests.helpers.evaluations import evaluation_of
 from tests.helpers.models import tiny_model
 from tests.helpers.problems import problem
 
@@ -146,6 +149,14 @@ OPTIMIZERS: dict[str, Give] = {
     "an optimizer of another model": lambda: released(torch.optim.AdamW(weights()), nn.Linear(4, 4)),
     "an optimizer that took steps before sharding": with_state,
 }
+
+
+def too_large_evaluation() -> object:
+    fitted = evaluation_of(world=1, outputs=2**20)
+    loop = EvaluationLoop(batch_size=8, micro_batch_size=8, keeps_outputs=True, moved_after=8, samples=64)
+    return replace(fitted, room_bytes=fitted.model.peak(replace(loop, moved_after=2))[0]).of(loop)
+
+
 MODELS: dict[str, Give] = {
     'block_classes="LlamaDecoderLayer" for GPT-2': lambda: find_units(tiny_model("gpt2"), ["LlamaDecoderLayer"]),
     "parameters of complex numbers": lambda: find_units(nn.Sequential(*2 * [nn.Linear(2, 2, dtype=torch.complex64)])),
@@ -155,6 +166,7 @@ MODELS: dict[str, Give] = {
         global_batch_size=32, micro_batch_size=5).micro_batch_sizes(4),
     'mixed_precision="fp8"': lambda: Precision.named("fp8"),
     'hardware="abacus"': lambda: preset("abacus"),
+    "an evaluation that keeps logits of batches that do not fit": too_large_evaluation,
     "memory_limit=4KiB": lambda: search(
         problem(transformer(), preset("cpu", devices_per_node=2), TrainingJob(global_batch_size=2), 4096)
     ),

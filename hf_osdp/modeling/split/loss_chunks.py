@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -14,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ...errors import OSDPError
+from ..replaced import replaced
 from ..units import embedding_and_head
 from .deferred_logits import Change, DeferredLogits, changed
 
@@ -49,6 +52,8 @@ class ChunkedHead(nn.Linear):
     chunks: int
     defers: bool = False
     """Whether the running model trains and received labels."""
+    loss_alone: bool = False
+    """Whether a caller reads only the loss, in evaluation too."""
     _has_warned: bool = False
 
     def __call__(self, hidden: torch.Tensor) -> Any:  # noqa: ANN401
@@ -92,7 +97,7 @@ class ChunkedHead(nn.Linear):
         """Return the sum of the tokens' losses; refuse float16, whose gradients underflow because the loss scale is
         not known yet.
         """
-        if _compute_dtype(hidden) is torch.float16:
+        if torch.is_grad_enabled() and _compute_dtype(hidden) is torch.float16:
             raise OSDPError(
                 "The loss in chunks computes gradients before the loss is scaled, so they underflow in fp16; use bf16,"
                 " or plan again."
@@ -211,6 +216,16 @@ def chunk_loss(model: nn.Module, chunks: int) -> None:
     owner.register_forward_hook(partial(_stop_deferring, chunked), always_call=True)
 
 
+@contextmanager
+def only_loss_read(model: nn.Module) -> Iterator[None]:
+    """Let a model whose loss is in chunks compute it so in evaluation too; nothing may read its logits."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, ChunkedHead):
+                stack.enter_context(replaced(module, loss_alone=True))
+        yield
+
+
 def arguments_of(module: nn.Module) -> list[str]:
     """Return the names of a forward's arguments, in order."""
     return list(inspect.signature(type(module).forward).parameters)[1:]
@@ -220,7 +235,7 @@ def _start_deferring(
     head: ChunkedHead, labels_at: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     labels = args[labels_at] if len(args) > labels_at else kwargs.get("labels")
-    head.defers = labels is not None and model.training
+    head.defers = labels is not None and (model.training or head.loss_alone)
 
 
 def _stop_deferring(head: ChunkedHead, model: nn.Module, args: tuple[Any, ...], output: object) -> None:

@@ -89,7 +89,7 @@ def estimate_memory(
     """Return every moment of one optimizer step on the fullest rank; `layouts` has one layout per unit, in the
     description's order.
     """
-    units, segments = _terms(description, layouts, world_size, job, batch)
+    units, segments = layout_terms(description, layouts, world_size, job, batch)
     return MemoryEstimate(
         moments=tuple(
             Moment(phase=phase, unit="(all)" if unit is None else description.units[unit].label, breakdown=level)
@@ -106,7 +106,7 @@ def bytes_needed(
     description: ModelDescription, layouts: Sequence[UnitLayout], hardware: Hardware, job: TrainingJob, batch: Batch
 ) -> Needed:
     """Return what a plan needs, as `estimate_memory` has it, in less time."""
-    units, segments = _terms(description, layouts, hardware.world_size, job, batch)
+    units, segments = layout_terms(description, layouts, hardware.world_size, job, batch)
     outside = hardware.outside_bytes(communicators_of(layouts, hardware.world_size))
     highest: dict[int | None, int] = {}
     for _, unit, level in step_moments(description, units, segments, job, batch, all_kinds):
@@ -114,7 +114,7 @@ def bytes_needed(
     return Needed(max(highest.values()), _host_bytes(units, segments), highest)
 
 
-def _terms(
+def layout_terms(
     description: ModelDescription, layouts: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
 ) -> tuple[list[UnitBytes], list[SegmentBytes]]:
     """Return the memory terms of each unit and of each segment."""

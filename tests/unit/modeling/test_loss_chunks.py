@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_osdp.errors import OSDPError
-from hf_osdp.modeling.split.loss_chunks import chunk_loss
+from hf_osdp.modeling.split.loss_chunks import chunk_loss, only_loss_read
 from tests.helpers.architectures import tiny_architecture
 from tests.helpers.models import VOCABULARY, tiny_batch, tiny_model
 
@@ -96,6 +97,20 @@ def test_logits_of_all_tokens_never_exist():
         seen.append(largest.elements)
     tokens = batch()["input_ids"].numel()
     assert seen == [tokens * VOCABULARY, tokens * chunked.config.intermediate_size]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_evaluation_has_whole_logits_unless_only_its_loss_is_read(name):
+    whole, chunked = (model.eval() for model in pair(name))
+    seen, tokens = [], batch()["input_ids"].numel()
+    with torch.no_grad():
+        loss = whole(**batch()).loss
+        for context in (nullcontext(), only_loss_read(chunked)):
+            with context, LargestTensor() as largest:
+                torch.testing.assert_close(chunked(**batch()).loss, loss, rtol=0, atol=1e-14)
+            seen.append(largest.elements)
+    assert seen[1] < tokens * whole.config.vocab_size <= seen[0]
+    assert isinstance(chunked(**batch()).logits, torch.Tensor)
 
 
 def test_gradients_of_low_precision_are_summed_in_float32():

@@ -1,0 +1,162 @@
+"""Evaluation and prediction of a Trainer under the memory limit: what they run, found before training, and the same
+results from smaller parts where whole batches do not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader
+from transformers import Trainer as StockTrainer
+from transformers import TrainingArguments
+
+from ..distributed.process_group import all_gather_objects
+from ..errors import OSDPError
+from ..modeling.activations import tensors_of
+from ..modeling.replaced import replaced
+from ..planner.cost.evaluation import EvaluationLoop
+from ..preparation.evaluation import FittedEvaluation
+from ..preparation.job import Evaluation
+from .micro_batches import micro_batches, reason_against_cuts
+from .samples import find_batches, row_tokens
+from .trainer_arguments import accelerator_config_of
+from .trainer_loss import MicroBatchRule, traced_prediction
+
+if TYPE_CHECKING:
+    from .samples import Batches
+
+Predicted = tuple[torch.Tensor | None, Any, Any]
+"""Loss, outputs and labels of a batch."""
+
+
+def evaluation_of(trainer: Any, rule: MicroBatchRule, dataset: Any, collator: Any) -> Evaluation | None:  # noqa: ANN401  a Trainer's own
+    """Return what a Trainer's evaluation runs on a dataset, or several; None if it has none, or that is not known
+    beforehand. Collective.
+    """
+    args, config = trainer.args, trainer.accelerator.config
+    found = None if dataset is None else find_batches(dataset, collator)
+    tokens = 0 if found is None else found.tokens or 1
+    if found is not None and not found.is_whole:
+        tokens = max(tokens, config.sequence_length or 0)
+    length = row_tokens(tokens, None)
+    known = found is not None and length is not None and isinstance(found(1), Mapping) and _runs_stock_steps(trainer)
+    if not all(all_gather_objects(known)):
+        return None
+    assert found is not None and length is not None
+    batches: Batches = found.with_rows(length)
+    keeps = trainer.compute_metrics is not None and not args.prediction_loss_only
+    cache = cache_bytes(trainer, length) if keeps and getattr(args, "predict_with_generate", False) else None
+    if cache == 0:
+        return None
+    sizes = [
+        len(one) for one in (dataset.values() if isinstance(dataset, dict) else [dataset]) if isinstance(one, Sized)
+    ]
+    return Evaluation(
+        loop=evaluation_loop(args, max(sizes, default=None), keeps=keeps),
+        inputs=config.inputs or batches,
+        sequence_length=length,
+        outputs=traced_prediction(trainer, loss_alone=not keeps),
+        against_cuts="they generate" if cache else _reason_against_cuts(trainer, rule, batches),
+        averages=rule.averages,
+        moves=not cache and args.eval_accumulation_steps is None and not args.batch_eval_metrics,
+        generated_bytes=cache or 0,
+    )
+
+
+def evaluation_loop(args: TrainingArguments, samples: int | None, *, keeps: bool) -> EvaluationLoop:
+    """Return the loop over a number of samples, None if it is not known, as the arguments have it."""
+    parts = args.world_size if accelerator_config_of(args).split_batches else 1
+    size = args.eval_batch_size // parts
+    known = {} if samples is None else {"samples": max(1, samples)}
+    size = min(size, known.get("samples", size))
+    moved = 1 if args.batch_eval_metrics else args.eval_accumulation_steps
+    return EvaluationLoop(batch_size=size, micro_batch_size=size, moved_after=moved, keeps_outputs=keeps, **known)
+
+
+def _runs_stock_steps(trainer: Any) -> bool:  # noqa: ANN401
+    """Return whether prediction steps are those of transformers."""
+    own = next(cls for cls in type(trainer).__mro__ if "prediction_step" in vars(cls))
+    return own.__module__.partition(".")[0] in ("transformers", "hf_osdp")
+
+
+def cache_bytes(trainer: Any, prompt: int) -> int:  # noqa: ANN401
+    """Return the least bytes of the key-value cache of one sample, with all its beams; 0 if its size is not known."""
+    args, model, generation = trainer.args, trainer.model, getattr(trainer.model, "generation_config", None)
+    if generation is None:
+        return 0
+    text, crosses = model.config.get_text_config(decoder=True), getattr(model.config, "is_encoder_decoder", False)
+    heads, kinds = text.num_attention_heads, getattr(text, "layer_types", None)
+    layers = text.num_hidden_layers if kinds is None else kinds.count("full_attention")
+    width = (getattr(text, "num_key_value_heads", None) or heads) * (
+        getattr(text, "head_dim", None) or text.hidden_size // heads
+    )
+    tokens = args.generation_max_length or generation.max_length or 20
+    if generation.max_new_tokens is not None:
+        tokens = generation.max_new_tokens + (0 if crosses else prompt)
+    beams = args.generation_num_beams or generation.num_beams or 1
+    dtype = trainer.accelerator.precision.compute
+    itemsize = model.dtype.itemsize if dtype is None else dtype.itemsize
+    return int(2 * layers * width * itemsize * beams * (tokens + prompt * crosses))
+
+
+def _reason_against_cuts(trainer: Any, rule: MicroBatchRule, batches: Batches) -> str | None:  # noqa: ANN401
+    if (reason := rule.kept or rule.differs) is not None:
+        return reason.rstrip(".")
+    if not rule.cuts or type(trainer).compute_loss is not StockTrainer.compute_loss:
+        return "its loss may depend on which samples are in a batch"
+    return reason_against_cuts(batches(2), samples=2)
+
+
+@contextmanager
+def evaluating(
+    trainer: StockTrainer, fitted: FittedEvaluation | None, loader: DataLoader[Any], *, keeps: bool
+) -> Iterator[None]:
+    """Let the Trainer evaluate this loader as it fits in this context; raise PreflightError if it does not."""
+    args, data = trainer.args, getattr(loader, "dataset", None)
+    if fitted is None or (keeps and not fitted.loop.keeps_outputs):  # then nothing is known of the outputs
+        yield
+        return
+    asked = evaluation_loop(args, len(data) if isinstance(data, Sized) else None, keeps=keeps)
+    now = fitted.of(asked)
+    moved = args.eval_accumulation_steps if now.loop.moved_after == asked.moved_after else now.loop.moved_after
+    with replaced(args, eval_accumulation_steps=moved), replaced(trainer, _evaluation=now):
+        yield
+
+
+def predict_in_parts(
+    trainer: StockTrainer, step: Callable[..., Predicted], inputs: dict[str, Any], fitted: FittedEvaluation
+) -> Predicted:
+    """Return what a prediction step returns for a batch, from parts of it that fit. Collective.
+
+    Losses of the parts are divided by the items of the whole batch and added, or weigh by their samples.
+    """
+    size, averages = fitted.loop.micro_batch_size, fitted.asked.averages
+    try:
+        parts = micro_batches([inputs], size, averages=averages) if size < fitted.loop.batch_size else []
+    except OSDPError:  # on all ranks: this batch cannot be cut
+        parts = []
+    if len(parts) < 2:
+        return step(inputs=inputs)
+    rows, done, total, whole = len(next(iter(inputs.values()))), 0, None, None
+    items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
+    with replaced(trainer, _get_num_items_in_batch=lambda *_: items):
+        for part, share in parts:
+            loss, *kept = step(inputs=part)
+            if loss is not None:
+                loss = loss * share if averages else loss
+                total = loss if total is None else total + loss
+            if whole is None:
+                whole = tree_map_only(torch.Tensor, lambda one: one.new_empty((rows, *one.shape[1:])), kept)
+            upto = done + len(next(iter(part.values())))
+            if any(one.shape[:1] != (upto - done,) for one in tensors_of(kept)):
+                return step(inputs=inputs)  # outputs of the batch as a whole
+            for into, one in zip(tensors_of(whole), tensors_of(kept), strict=True):
+                into[done:upto] = one
+            done = upto
+            del kept
+    assert whole is not None
+    return total, whole[0], whole[1]

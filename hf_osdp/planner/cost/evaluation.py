@@ -1,0 +1,136 @@
+"""Memory of an evaluation under a plan: forward without backward, and what the loop keeps of its batches.
+
+docs/planner.md has the equations.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from operator import itemgetter
+
+from ..affine import Affine
+from ..decision import Batch, UnitLayout
+from ..description import ModelDescription
+from ..training_job import TrainingJob
+from .memory import layout_terms
+from .moments import all_kinds, resident_bytes, step_moments
+from .units import UnitBytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationLoop:
+    """How an evaluation runs."""
+
+    batch_size: int
+    """Samples of a batch on one rank."""
+    micro_batch_size: int
+    """Samples that forward runs at once."""
+    keeps_outputs: bool
+    """Outputs, such as logits, are gathered over the ranks and kept; else the loss alone."""
+    moved_after: int | None
+    """Batches after which kept outputs go to the host; None is at the end."""
+    samples: int = 2**40
+    """Samples of the data, on all ranks; a large number if it does not say how many."""
+
+    def kept_batches(self, world_size: int) -> int:
+        """Return how many batches have outputs on the device together."""
+        batches = -(-self.samples // (self.batch_size * world_size))
+        return min(self.moved_after or batches, batches)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedModel:
+    """A model as it evaluates under a plan."""
+
+    description: ModelDescription
+    """Units as in training, segments as they run without gradients; `output_bytes` are those of the outputs that a
+    loop keeps."""
+    layouts: tuple[UnitLayout, ...]
+    world_size: int
+    job: TrainingJob
+    trains: bool = True
+    """Optimizer states are on the device, too."""
+    gathers_in_lists: bool = False
+    """Outputs are gathered into one tensor for each rank, and then joined, as gloo needs."""
+
+    def peak(self, loop: EvaluationLoop) -> tuple[int, str]:
+        """Return the bytes of tensors at the highest moment, the first of equals, and the moment's name."""
+        name, nbytes = max(self._moments(loop), key=itemgetter(1))
+        return nbytes, name
+
+    def fits(self, loop: EvaluationLoop, room_bytes: int) -> bool:
+        return self.peak(loop)[0] <= room_bytes
+
+    def fitting(self, loop: EvaluationLoop, room_bytes: int, *, cuts: bool, moves: bool) -> EvaluationLoop | None:
+        """Return the loop with the largest micro-batches (only if it `cuts`), and then with the most kept batches
+        (only if it `moves` them to the host earlier) that fits; None if there is none.
+        """
+        sizes = dict.fromkeys(-(-loop.batch_size // parts) for parts in range(1, loop.batch_size + 1))
+        for size in sizes if cuts else (loop.micro_batch_size,):
+            tried = replace(loop, micro_batch_size=size)
+            if self.fits(tried, room_bytes):
+                return tried
+            counts = range(1, loop.kept_batches(self.world_size)) if moves else range(0)
+            fitting = bisect_left(
+                counts, True, key=lambda count: not self.fits(replace(tried, moved_after=count), room_bytes)
+            )
+            if fitting:
+                return replace(tried, moved_after=fitting)
+        return None
+
+    def largest(self, loop: EvaluationLoop, room_bytes: int, *, cuts: bool, moves: bool) -> int:
+        """Return the largest batch size up to that of the loop with which it fits; 0 if there is none."""
+
+        def exceeds(size: int) -> bool:
+            smaller = replace(loop, batch_size=size, micro_batch_size=size)
+            return self.fitting(smaller, room_bytes, cuts=cuts, moves=moves) is None
+
+        return bisect_left(range(1, loop.batch_size + 1), True, key=exceeds)
+
+    def _moments(self, loop: EvaluationLoop) -> Iterator[tuple[str, int]]:
+        """Yield name and bytes of each moment of the last batch before outputs go to the host."""
+        size, job = loop.micro_batch_size, replace(self.job, holds_outputs=False)
+        batch = Batch(micro_batch_size=size, accumulation_steps=1)
+        whole_batch = Affine(constant=self.description.input_bytes.bytes(loop.batch_size))
+        description = replace(self.description, input_bytes=whole_batch)
+        units, segments = layout_terms(description, self.layouts, self.world_size, job, batch)
+        if not self.trains:
+            units = [replace(unit, optimizer=0) for unit in units]
+        outputs = description.output_bytes if loop.keeps_outputs else Affine()
+        own = outputs.bytes(loop.batch_size)
+        gathered, kept = own * self.world_size, loop.kept_batches(self.world_size) - 1
+        # the outputs of the batch before have a variable of their own; of the only one kept it is no copy
+        before = gathered * (kept + (kept > 1))
+        steady, stays = _after_a_batch(units)
+        for each, beside in ((units, before), (steady, before + stays)):
+            beside += own if size < loop.batch_size else 0
+            walk = step_moments(description, each, segments, job, batch, all_kinds)
+            for phase, unit, level in takewhile(lambda moment: moment[0].startswith("forward"), walk):
+                assert unit is not None
+                yield f"{phase} of {description.units[unit].label}", level + beside
+        between = stays + sum(unit.held - unit.copies for unit in units)
+        between += resident_bytes(description, job, size, all_kinds)
+        yield "between batches" if segments else "the cache of generation", between + before
+        if self.world_size > 1:
+            copies = 2 if self.gathers_in_lists else 1
+            yield "gathering outputs", between + kept * gathered + own + copies * gathered
+        if kept:
+            samples = self.world_size * loop.batch_size
+            all_samples = min((kept + 1) * samples, loop.samples)
+            # an incomplete last batch is complete before it is gathered, and then a view
+            last = gathered if self.world_size > 1 else outputs.bytes(all_samples - kept * samples)
+            yield "joining the outputs of batches", between + kept * gathered + last + outputs.bytes(all_samples)
+
+
+def _after_a_batch(units: Sequence[UnitBytes]) -> tuple[list[UnitBytes], int]:
+    """Return units as a later batch finds them, where those that stay gathered after forward need no gather, and the
+    bytes of these.
+    """
+    stays = sum(unit.kept for unit in units)
+    return [
+        replace(unit, kept=0, gathered=0, gather_buffer=0, cast_buffer=0, copy_out=0) if unit.kept else unit
+        for unit in units
+    ], stays

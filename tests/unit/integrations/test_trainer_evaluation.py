@@ -1,0 +1,93 @@
+"""What a Trainer's evaluation needs is found, and refused, before its first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from hf_osdp.errors import PreflightError
+from hf_osdp.integrations.evaluation import cache_bytes
+from hf_osdp.integrations.trainer import with_osdp
+
+LENGTH, NEW = 12, 9
+
+
+def rows(count: int = 8, vocabulary: int = 61) -> list[dict[str, torch.Tensor]]:
+    ids = torch.randint(3, vocabulary, (count, LENGTH), generator=torch.Generator().manual_seed(3))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def t5() -> nn.Module:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 2, "vocab_size": 61}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0, eos_token_id=None, pad_token_id=0)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def llama() -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=61, eos_token_id=None)
+    return transformers.LlamaForCausalLM(config)
+
+
+def trainer_of(folder: Any, model: nn.Module, data: Any, *, limit: str = "1GiB", **arguments: Any) -> Any:
+    args = transformers.Seq2SeqTrainingArguments(
+        str(folder), use_cpu=True, report_to="none", max_steps=1, save_strategy="no",
+        **{"per_device_train_batch_size": 1, **arguments},
+    )  # fmt: skip
+    return with_osdp(transformers.Seq2SeqTrainer)(
+        model=model, args=args, train_dataset=data, eval_dataset=data, compute_metrics=lambda prediction: {},
+        osdp={"memory_limit": limit, "hardware": "cpu", "compare": False, "report": False},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [t5, llama])
+def test_cache_takes_what_generation_has_in_the_end(tmp_path, make):
+    model = make()
+    trainer = trainer_of(tmp_path, model, rows(), generation_num_beams=2)
+    model.generation_config.max_new_tokens = NEW
+    batch = torch.stack([row["input_ids"] for row in rows(1)])
+    cache = model.generate(
+        input_ids=batch, num_beams=2, min_new_tokens=NEW, max_new_tokens=NEW, return_dict_in_generate=True
+    ).past_key_values
+    parts = [getattr(cache, f"{kind}_attention_cache", None) for kind in ("self", "cross")]
+    layers = [layer for part in parts if part is not None for layer in part.layers] or cache.layers
+    taken = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+    of_a_token = 2 * sum(layer.keys[:, :, :1].nbytes for layer in (parts[0] or cache).layers)
+    assert 0 <= cache_bytes(trainer, LENGTH) - taken <= of_a_token  # the last one may not be fed again
+
+
+def test_generation_is_refused_before_training_where_its_cache_cannot_fit(tmp_path):
+    generates = {"predict_with_generate": True, "generation_num_beams": 4, "per_device_eval_batch_size": 16}
+    with pytest.raises(
+        PreflightError, match=r"in batches of 8 needs .* \(the cache of generation\), .*; set per_device_"
+    ):
+        trainer_of(tmp_path, t5(), rows(), limit="8MiB", generation_max_length=4096, **generates).train()
+    trainer = trainer_of(tmp_path, t5(), rows(), limit="8MiB", generation_max_length=16, **generates)
+    assert trainer.plan is not None and trainer._run.evaluation is None
+
+
+def test_evaluation_is_refused_before_training_with_a_batch_size_that_fits(tmp_path):
+    wide = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=9000,
+    )  # fmt: skip
+    data = rows(64, 9000)
+    asked = {"per_device_eval_batch_size": 32, "eval_accumulation_steps": 2}
+    trainer = trainer_of(tmp_path, transformers.LlamaForCausalLM(wide), data, limit="30MiB", **asked)
+    with pytest.raises(
+        PreflightError, match=r"Evaluation in batches of 32 needs .* set per_device_eval_batch_size=\d+ or"
+    ) as refused:
+        trainer.train()
+    assert trainer.state.global_step == 0
+    size = int(str(refused.value).partition("batch_size=")[2].partition(" ")[0])
+    for fits in (True, False):
+        again = {**asked, "per_device_eval_batch_size": size if fits else size + 1}
+        trainer = trainer_of(tmp_path, transformers.LlamaForCausalLM(wide), data, limit="30MiB", **again)
+        if fits:
+            assert trainer.plan is not None and not trainer._run.evaluation.changes.startswith("; to fit, eval_acc")
+        else:
+            with pytest.raises(PreflightError, match=f"batches of {size + 1} needs"):
+                trainer.plan  # noqa: B018
