@@ -16,6 +16,7 @@ from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from tests.helpers.descriptions import at_random
 from tests.helpers.properties import holds
+from tests.helpers.random_problems import without_root
 
 
 class Sums:
@@ -213,16 +214,6 @@ def random_choices(dice, description, world_size, batch) -> list[UnitLayout]:
             replace(layout, reduce_every_micro_step=not hold, activations=kept, on_host=away, states_on_host=states)
         )
     return found
-
-
-def without_root(description: ModelDescription) -> ModelDescription:
-    """Blocks alone, of which none is gathered for the whole step."""
-    (root,) = [i for i, unit in enumerate(description.units) if unit.span is GatherSpan.STEP]
-    assert root == 0
-    segments = tuple(
-        s.each(lambda costs: replace(costs, unit=costs.unit - 1)) for s in description.segments if s.unit != root
-    )
-    return replace(description, units=description.units[1:], segments=segments)
 
 
 def keeping(description: ModelDescription, dice: random.Random) -> ModelDescription:
