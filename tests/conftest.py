@@ -74,15 +74,19 @@ def searches_are_not_kept() -> None:
 
 
 def _check_proofs(module: ModuleType) -> None:
-    """Let each plan of few units that a search returns be checked without the search."""
+    """Let each plan of few units that a search returns be checked without the search, and that no plan fits."""
     found = module._Search.simple
     if found.func.__name__ == "checked":
         return
-    from tests.proof import MOST_UNITS, check
+    from tests.proof import MOST_UNITS, check, check_none
 
     def checked(self: Any) -> Any:
         result = found.func(self)
-        if result is not None and len(result.plan.units) <= MOST_UNITS:
+        if len(self._problem.description.units) > MOST_UNITS:
+            return result
+        if result is None:
+            check_none(self._problem)
+        else:
             check(result.plan, self._problem)
         return result
 

@@ -78,13 +78,25 @@ def check(plan: Plan, problem: PlanningProblem, most_nodes: int = MOST_NODES) ->
     return _searched(problem, claimed_s, most_nodes)
 
 
+def check_none(problem: PlanningProblem, most_nodes: int = MOST_NODES) -> Checked:
+    """Check that no plan fits a problem's limit, as far as so many parts of plans show; `WrongProof` if one does."""
+    waiting = [(tree, ()) for tree in _trees(problem)]
+    for nodes in range(most_nodes):
+        if not waiting:
+            return Checked(bound_s=math.inf, nodes=nodes, complete=True)
+        tree, decided = waiting.pop()
+        if tree.may_fit(decided):
+            if len(decided) == len(tree.options):
+                raise WrongProof(
+                    f"no plan is said to fit {problem.memory_limit_bytes}, but {tree.layouts(decided)} does"
+                )
+            waiting += [(tree, child) for _, child in reversed(tree.children(decided, 0.0, math.inf))]
+    return Checked(bound_s=math.inf, nodes=most_nodes, complete=not waiting)
+
+
 def _searched(problem: PlanningProblem, claimed_s: float, most_nodes: int) -> Checked:
     """Look for a plan that fits and takes less than the claimed bound."""
-    trees = [
-        _Tree(problem, batch, space)
-        for batch in batches(problem.job, problem.hardware.world_size)
-        for space in search_spaces(problem, batch)
-    ]
+    trees = _trees(problem)
     waiting = [(tree.remaining_s[0], number, ()) for number, tree in enumerate(trees)]
     heapq.heapify(waiting)
     for nodes in range(most_nodes):
@@ -98,6 +110,14 @@ def _searched(problem: PlanningProblem, claimed_s: float, most_nodes: int) -> Ch
             for child in tree.children(decided, bound_s, claimed_s):
                 heapq.heappush(waiting, (child[0], number, child[1]))
     return Checked(bound_s=waiting[0][0], nodes=most_nodes, complete=False)
+
+
+def _trees(problem: PlanningProblem) -> list[_Tree]:
+    return [
+        _Tree(problem, batch, space)
+        for batch in batches(problem.job, problem.hardware.world_size)
+        for space in search_spaces(problem, batch)
+    ]
 
 
 class _Tree:
@@ -141,7 +161,8 @@ class _Tree:
         if len(layouts) == len(self.options):
             needed = bytes_needed(description, layouts, hardware, problem.job, self._batch)
             return needed.device <= room and needed.host <= (hardware.host.memory_bytes if hardware.host else 0)
-        units = [*map(self._bytes, range(len(layouts)), layouts), *self._least[len(layouts) :]]
+        decided = (_not_ahead(self._bytes(index, one)) for index, one in enumerate(layouts))
+        units = [*decided, *map(_not_ahead, self._least[len(layouts) :])]
         segments = [
             self._segment(index, layouts[segment.unit]) if segment.unit < len(layouts) else self._segments[index]
             for index, segment in enumerate(description.segments)
@@ -159,12 +180,27 @@ class _Tree:
         return _least_segments([plain, SegmentBytes.of(segment, span, samples, choice, recomputes=True)])
 
 
+class _NotAhead(UnitBytes):
+    """Terms of a unit whose gather counts where it is used, and not beside other units: a replica that is not decided
+    yet may run there, beside which nothing is gathered ahead.
+    """
+
+    __slots__ = ()
+    prefetched = 0
+
+
+def _not_ahead(terms: UnitBytes) -> UnitBytes:
+    return _NotAhead(**{field.name: getattr(terms, field.name) for field in fields(UnitBytes)})
+
+
 def _least_units(terms: Sequence[UnitBytes]) -> UnitBytes:
-    """Return terms with which no moment is higher than with any of these."""
+    """Return terms with which no moment is higher than with any of these, but for gathers ahead (`_NotAhead`)."""
     values = {
         field.name: (max if field.name in _MOST_COUNTS else min)(getattr(one, field.name) for one in terms)
         for field in fields(UnitBytes)
     }
+    if values["at_end"] and not all(one.at_end for one in terms):  # others are reduced at once
+        values["unsharded_gradients"] = 0
     kept = [one.kept > 0 for one in terms]
     if any(kept):  # what is kept is not gathered again in backward
         values["cast_buffer"] = 0

@@ -100,7 +100,7 @@ class Meshes:
                 self.stages(shard_size, stage_size)
         used = {group for unit in plan.units for group in groups_of(unit, self.world_size)}
         self._is_shared = {REPLICAS, WHOLE_WORLD} <= used
-        if self._is_shared and self.world_size > 1:
+        if self._is_shared:
             self.replicas()
 
     def _mesh(self, layout: Layout, axes: dict[str, int]) -> DeviceMesh:

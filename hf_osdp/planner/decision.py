@@ -183,7 +183,11 @@ def meshes_of(shard_size: int, stage_size: int, world_size: int) -> frozenset[Me
 
 
 def groups_of(layout: UnitLayout, world_size: int) -> frozenset[Mesh]:
-    """Return what decides the process groups of a layout: its meshes, and how it uses the group of all ranks."""
+    """Return what decides the process groups of a layout: its meshes, and how it uses the group of all ranks; one rank
+    has none.
+    """
+    if world_size == 1:
+        return frozenset()
     if layout.is_replica:
         return frozenset({REPLICAS})
     uses_all = {WHOLE_WORLD} if layout.shard_size in (1, world_size) else ()

@@ -120,7 +120,7 @@ def test_a_topology_is_equal_nodes_in_order_or_an_error(names):
 @pytest.mark.parametrize(("world_size", "layouts", "count"), [
     (2, ((1, 1), (2, 1)), 2), (8, ((1, 1), (2, 1), (8, 1)), 4), (8, ((2, 1), (4, 1)), 5), (8, ((8, 4), (4, 1)), 3),
     (8, ((4, 2),), 8), (16, ((16, 8), (16, 1), (8, 1), (2, 1)), 5), (16, ((8, 4), (8, 2), (1, 1)), 13),
-    (8, ((1, 1),), 1),
+    (8, ((1, 1),), 1), (1, ((1, 1), (1, 1)), 0),
 ])  # fmt: skip
 def test_communicators_of_a_plan_are_the_groups_that_its_meshes_form(world_size, layouts, count):
     units = tuple(

@@ -16,6 +16,7 @@ from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from tests.helpers.descriptions import at_random
 from tests.helpers.properties import holds
+from tests.helpers.random_problems import without_root
 
 
 class Sums:
@@ -23,6 +24,7 @@ class Sums:
 
     def __init__(self, description, choices, world_size, job, batch):
         self.description, self.job, self.samples = description, job, batch.micro_batch_size
+        self.batch = batch
         self.units = [
             unit_bytes(u, c, world_size, job, batch) for u, c in zip(description.units, choices, strict=True)
         ]
@@ -126,13 +128,24 @@ class Sums:
         adds = unit in self.where[i + 1 :] or self.where.count(unit) == 1
         return merged_gradients(self.description.units[unit], self.job) if adds else 0
 
+    def in_flight(self, reduced: list[int]) -> int:
+        """The reduce input of the nearest unit that reduces in each micro-step, or what one since has in the last
+        beside the shards into which its held gradients were made.
+        """
+        tail = 0
+        for unit in sorted(reduced, key=self.first.__getitem__):
+            tail = max(tail, self.units[unit].reduce_tail)
+            if not self.batch.holds_gradients(self.choices[unit]):
+                break
+        return tail
+
     def backward(self) -> Iterator[tuple]:
         for i in reversed(range(len(self.where))):
             unit, terms = self.where[i], self.units[self.where[i]]
             done = [u for u in self.passing if self.first[u] > i and u not in self.late]
             waits = [u for u in self.late if self.first[u] > i]
             freed = [u for u in done if u in self.managed]
-            tail = self.units[min(freed, key=self.first.__getitem__)].reduce_tail if freed else 0
+            tail = self.in_flight(freed)
             buffers = sum(self.units[u].reduced_after for u in done)
             there = self.gathered([u for u in self.passing if self.first[u] <= i], [*self.whole, *waits])
             level = dict(activations=self.saved(i + 1) + self.kept(i + 1), gradients=self.gradients(i))
@@ -213,16 +226,6 @@ def random_choices(dice, description, world_size, batch) -> list[UnitLayout]:
             replace(layout, reduce_every_micro_step=not hold, activations=kept, on_host=away, states_on_host=states)
         )
     return found
-
-
-def without_root(description: ModelDescription) -> ModelDescription:
-    """Blocks alone, of which none is gathered for the whole step."""
-    (root,) = [i for i, unit in enumerate(description.units) if unit.span is GatherSpan.STEP]
-    assert root == 0
-    segments = tuple(
-        s.each(lambda costs: replace(costs, unit=costs.unit - 1)) for s in description.segments if s.unit != root
-    )
-    return replace(description, units=description.units[1:], segments=segments)
 
 
 def keeping(description: ModelDescription, dice: random.Random) -> ModelDescription:

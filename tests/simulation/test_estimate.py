@@ -29,12 +29,16 @@ DAILY_LAYOUTS = [
     replace(CPU, holds_outputs=True),
     replace(CPU, layout="mixed", length=64, samples=1, steps=3, hold=(True, True, False)),
     Trial(model="dropout", precision="bf16", checkpointing=True),
+    # held gradients are shards where a reduction's input is beside another unit
+    replace(TINY, model="small llama", precision="bf16", device_type="cuda", steps=3, hold=(True,)),
 ]
 SLOW_LAYOUTS = [
     *(replace(CPU, layout=layout) for layout in LAYOUTS if layout != "mixed"),
     *(replace(TINY, model="llama", layout=layout) for layout in ("two_stage", "zero3")),
     *(replace(CPU, layout=layout, length=64, samples=1, steps=3, hold=(hold,))
       for layout, hold in product(("ddp", "zero3", "mixed"), (False, True))),
+    *(replace(TINY, model="small gpt2", layout=layout, precision="bf16", device_type="cuda", steps=3, hold=hold)
+      for layout, hold in product(("zero2", "zero3", "hsdp"), ((True,), (True, True, False), (False, True)))),
     replace(TINY, layout="zero2", optimizer=OptimizerStep.FOR_LOOP), replace(CPU, layout="ddp", holds_outputs=True),
 ]  # fmt: skip
 

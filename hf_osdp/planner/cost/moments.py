@@ -238,8 +238,8 @@ def end_moments(unit: UnitBytes, of: Callable[..., Bytes]) -> EndMoments[Bytes]:
 def contributions(unit: UnitBytes, segment: SegmentBytes | None) -> tuple[int, ...]:
     """Return the bytes that a unit adds to each moment of a step, its own and those of other units; a unit that takes
     no more at each of them never makes a plan's peak higher, if FSDP2 manages both or none: a replica leaves other
-    units' buffers in place, and a managed root has others gathered ahead. `segment` is None for a unit that is
-    gathered for the whole step or never runs.
+    units' buffers in place, and a managed root has others gathered ahead. Nor may it leave a reduce buffer that the
+    other frees. `segment` is None for a unit that is gathered for the whole step or never runs.
     """
     held, call = unit.held, highest_moments(unit, segment)
     if segment is None:
@@ -259,7 +259,7 @@ def contributions(unit: UnitBytes, segment: SegmentBytes | None) -> tuple[int, .
         stepping = level + end.left - unit.reduced_after - unit.copies
         found += [level, level + end.filled, level + end.reduced, level + end.left]
         found += [stepping, stepping + unit.step_scratch, stepping + unit.states_passing]
-    return (not unit.managed, unit.managed, *found)
+    return (not unit.managed, unit.managed, unit.leaves_tail, *found)
 
 
 def step_moments(
@@ -336,7 +336,7 @@ class _Beside(NamedTuple):
     """Gather buffer of the unit before, which FSDP2 frees after it has copied the unit out of its own; the last one is
     that at the end of forward."""
     in_flight: list[int]
-    """Reduce input of the unit whose backward ended before."""
+    """Reduce input of the unit whose backward ended before, or of one before that which was left (`leaves_tail`)."""
     ahead: list[int]
     """Gather that is prefetched when the segment's backward begins, or began before and is not used yet."""
 
@@ -351,8 +351,9 @@ def _buffers_beside(description: ModelDescription, units: Sequence[UnitBytes]) -
         gathered.append(unit.gather_buffer if in_use and unit.managed else gathered[-1])
     for (unit, in_use), before in zip(reversed(passing), reversed(prefetches), strict=True):
         ahead.append(ahead[-1] if not unit.managed else 0 if before is None else units[before].prefetched)
-        reduces = in_use and unit.managed and not unit.at_end
-        in_flight.append(unit.reduce_tail if reduces else in_flight[-1])
+        own = unit.reduce_tail if in_use and not unit.at_end else 0
+        leaves = not in_use or unit.at_end or unit.leaves_tail
+        in_flight.append(max(own, in_flight[-1]) if leaves else own)
     return _Beside(gathered, in_flight[-2::-1], ahead[:0:-1])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -86,6 +86,9 @@ class UnitBytes:
     """Output of the reduce-scatter, without the part that becomes the gradient."""
     kept: int = 0
     """Gathered parameters that stay between forward and backward."""
+    leaves_tail: bool = False
+    """Whether `reduce_tail` of the unit before stays beside this one's: in a micro-step in which a unit holds its
+    gradients it reduces nothing, nor does a replica in FSDP2's way."""
     managed: bool = True
     """Whether FSDP2 runs the unit. Beside a replica its buffers stay for the units of other kind that run between."""
     at_end: bool = False
@@ -97,7 +100,7 @@ class UnitBytes:
         less["joined"] = -(-self.joined // size)  # alone lowers moments
         if 0 < self.kept < size:  # they seem to be freed, and then would be gathered once more
             less |= {"gather_buffer": 0, "cast_buffer": 0}
-        return UnitBytes(**less, managed=self.managed, at_end=self.at_end)
+        return replace(self, **less)
 
     @property
     def held(self) -> int:
@@ -122,7 +125,7 @@ class UnitBytes:
         return 0 if self.kept else self.gather_buffer
 
 
-_TERMS = tuple(field.name for field in fields(UnitBytes) if field.name not in ("managed", "at_end"))
+_TERMS = tuple(field.name for field in fields(UnitBytes) if field.type != "bool")
 _terms = attrgetter(*_TERMS)
 
 
@@ -216,6 +219,7 @@ def unit_bytes(
     kept_back = reduced if g < world_size and (recast or layout.away) else 0
     # held gradients are freed when they are reduced: only the excess of `kept_back` over them counts
     beside = max(0, kept_back + gradients - whole) if joins else kept_back
+    settled = gradients - whole + kept_back - beside if holds else 0
     terms: dict[str, Any] = shard_bytes(unit, layout, job)
     if partial or not accumulates:
         terms["host_moment"] = 0
@@ -223,7 +227,7 @@ def unit_bytes(
         **terms,
         gradients_held=held,
         gradients_after=0 if holds else gradients - held,
-        gradients_settled=gradients - whole + kept_back - beside if holds else 0,
+        gradients_settled=settled,
         reduced_after=beside,
         gathered=gathered,
         gather_buffer=gathered if g > 1 else 0,
@@ -235,7 +239,9 @@ def unit_bytes(
         reduce_copy=copy,
         reduce_stage=_reduce_stage(unit, layout, world_size, job, reduced),
         last_gradient=0 if joins else last,
-        reduce_tail=scatter_input,
+        # it is there in the last micro-step alone, in which held gradients were freed
+        reduce_tail=max(0, scatter_input + settled) if joins else scatter_input,
+        leaves_tail=joins,
         reduce_output=output,
         kept=0 if layout.reshard_after_forward else gathered,
         at_end=unit.reduced_at_end,
@@ -266,6 +272,7 @@ def _replica_bytes(
         unsharded_gradients=merged_gradients(unit, job) if in_place else whole,
         reduce_copy=copy,
         reduce_stage=_reduce_stage(unit, layout, world_size, job, flat),
+        leaves_tail=True,
         managed=False,
         at_end=unit.span is GatherSpan.STEP,
     )

@@ -13,7 +13,7 @@ from ...quantities import format_bytes
 from ..cost.memory import Needed, bytes_needed, peak_of_terms
 from ..cost.moments import SegmentBytes
 from ..cost.units import UnitBytes
-from ..decision import Batch, Space, UnitLayout
+from ..decision import Batch, Space, UnitLayout, groups_in
 from ..placement import Activations
 from ..problem import PlanningProblem, Strategy
 from ..space import batches, search_spaces
@@ -52,7 +52,9 @@ class Candidate:
     def floor_bytes(self) -> int:
         """Lower bound on the peak in bytes: for each memory term, a unit takes the least over its options.
 
-        Every moment is a sum of terms with positive sign, so that the bound holds at every moment.
+        Every moment is a sum of terms with positive sign, but for those named below, so that the bound holds at every
+        moment. Beside a replica nothing is gathered ahead: this needs no term of its own, because a unit that may be a
+        replica gathers 0 bytes here, and where one unit may be a replica, all may, or are.
         """
         description = self.problem.description
         terms: dict[int, UnitBytes] = {}
@@ -61,6 +63,8 @@ class Candidate:
             least = {f.name: min(getattr(o.bytes, f.name) for o in group.options) for f in fields(UnitBytes)}
             # parameters that are kept are not cast again in backward
             least["cast_buffer"] = min(0 if o.bytes.kept else o.bytes.cast_buffer for o in group.options)
+            if len({o.bytes.at_end for o in group.options}) > 1:  # a replica's gradients are reduced before
+                least["unsharded_gradients"] = 0
             for name in ("joined", "managed", "at_end"):  # only these lower moments
                 least[name] = max(getattr(o.bytes, name) for o in group.options)
             terms |= dict.fromkeys(group.units, UnitBytes(**least))
@@ -104,12 +108,16 @@ class Candidate:
         """Return the plan of each unit's most frugal option; its peak is usually the least of all plans."""
         units = sum(len(group.units) for group in self.timeline.groups)
 
-        # if all units take the option, its bytes that stay count for each unit, its peak above them for one
-        return self._each(lambda o: (units * o.stays + max(o.transient, o.call.forward, o.call.copy_out), o.seconds))
+        def needed(o: Option) -> int:
+            """Bytes if all units take the option: those that stay for each unit, its peak above them for one."""
+            groups = self.timeline.communicator_bytes * groups_in(o.meshes)
+            return units * o.stays + max(o.transient, o.call.forward, o.call.copy_out) + groups
+
+        return self._each(lambda o: (needed(o), o.seconds))
 
     def frugal_fits(self, limit_bytes: int) -> bool:
         """Return whether the frugal plan fits; it needs no solver."""
-        return self.floor_bytes <= limit_bytes and self._fit(self.frugal(), limit_bytes)
+        return self._fit(self.frugal(), limit_bytes)
 
     def solver(self, limit_bytes: int) -> FastestSearch:
         """Return the search for the fastest plan within a limit."""
@@ -144,11 +152,23 @@ class Candidate:
 
 
 def all_candidates(problem: PlanningProblem, *, smallest: bool = False) -> Iterator[Candidate]:
-    """Yield the candidate of each batch and space, the largest micro-batch first, or those of the `smallest` alone."""
+    """Yield the candidate of each batch and space, the largest micro-batch first; or those of the `smallest` alone,
+    whose units are replicated or sharded over all ranks at once if they can: but for padding, no others need less.
+    """
     for batch in list(batches(problem.job, problem.hardware.world_size))[-1 if smallest else 0 :]:
         costs = _batch_costs(replace(problem, strategy=Strategy.OSDP, memory_limit_bytes=1), batch)
         for space in search_spaces(problem, batch):
-            yield Candidate(problem=problem, batch=batch, costs=costs, space=space)
+            own = _extremes(space, problem.hardware.world_size) if smallest else space
+            yield Candidate(problem=problem, batch=batch, costs=costs, space=own)
+
+
+def _extremes(space: Space, world_size: int) -> Space:
+    """Return the space without groups of some ranks and without stages, but where a unit has no other layouts."""
+    own = {
+        id(layouts): tuple(one for one in layouts if one.shard_size in (1, world_size) and not one.two_stage)
+        for layouts in space
+    }
+    return tuple(own[id(layouts)] or layouts for layouts in space)
 
 
 _batch_costs = lru_cache(maxsize=32)(BatchCosts)

@@ -76,7 +76,10 @@ class Option:
 
     @functools.cached_property
     def levels(self) -> tuple[int, ...]:
-        """Bytes that the unit adds to each moment of a step, and to the host."""
+        """Bytes that the unit adds to each moment of a step, and to the host. Moments are sums over units, or such a
+        sum and the largest value of a unit (`host_moment`; in a loop the step's scratch): a unit that adds no more to
+        each of these raises neither.
+        """
         return (*contributions(self.bytes, self.segment), self.host, self.bytes.host_moment)
 
 

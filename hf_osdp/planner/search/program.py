@@ -222,7 +222,7 @@ class Program(IntegerModel):
             ahead = self._ahead(part, nearest[-1], ahead)
             self._backward(after - part.of_first(lambda o: o.change), _call_of(part.of_first), before, ahead)
             if not part.group.ends_late:
-                tail = self._passed(part, part.of_first, part.of_first(_reduce_tail), tail, _reduce_tail)
+                tail = self._passed(part, part.of_first, part.of_first(_reduce_tail), tail, _reduce_tail, _leaves_tail)
             level = after
         running = {part.unit for part in self._parts if isinstance(part, RootSegment)}
         idle = [own for own in self._whole_step if own.group.units[0] not in running]
@@ -235,11 +235,14 @@ class Program(IntegerModel):
         or near its last. Return the least reduce buffer in flight and prefetched bytes after it.
 
         While the first unit computes, the reduce buffer of the run before is in flight; for the other units it is that
-        of their own run. Replicas leave it.
+        of their own run. Replicas and units that hold gradients leave it.
         """
         for (option, x, used), following in zip(part.runs(), nearest[1:], strict=False):
-            call, change, own = option.call, option.change, option.bytes.reduce_tail
+            call, change = option.call, option.change
+            own: Bytes = option.bytes.reduce_tail
             end, ahead_of_next = level + change * x, option.bytes.prefetched
+            if option.bytes.leaves_tail:
+                own = self._highest([own, tail]) if own else tail
             if (part.group.units, option.layout) in self._runs:
                 level = self._as_variable(level)
                 end = level + change * x
@@ -274,15 +277,26 @@ class Program(IntegerModel):
             found.append(self._latest(used, option.bytes.prefetched, last) if option.bytes.managed else last)
         return found[::-1]
 
-    def _passed(self, part: GroupCounts, picked: Picked, own: Bytes, before: Bytes, value: Value) -> Bytes:
-        """Return `own` if FSDP2 manages the picked unit of a group, and `before` if it is a replica, which leaves the
-        buffers of other units; `own` is 0 or less for a replica. Both are a `value` of units, whose largest M makes
-        the constraint of the other case hold: own ≤ y and before - M (1 - replica) ≤ y.
+    def _passed(
+        self,
+        part: GroupCounts,
+        picked: Picked,
+        own: Bytes,
+        before: Bytes,
+        value: Value,
+        leaves: Value | None = None,
+    ) -> Bytes:
+        """Return `own` if the picked unit of a group replaces the buffers of other units, and the larger of `own` and
+        `before` if it `leaves` them, as a replica does, whose `own` is 0 or less. Both are a `value` of units, whose
+        largest M makes the constraint of the other case hold: own ≤ y and before - M (1 - leaves) ≤ y.
         """
-        kinds = {option.bytes.managed for option in part.group.options}
-        if len(kinds) == 1:
-            return own if kinds == {True} else before
-        return self._highest([own, before - self._most[value] * (1 - picked(_is_replica))])
+        leaves, options = leaves or _is_replica, part.group.options
+        kinds = set(map(leaves, options))
+        if kinds == {0}:
+            return own
+        if kinds == {1} and max(map(value, options)) <= 0:
+            return before
+        return self._highest([own, before - self._most[value] * (1 - picked(leaves))])
 
     def _ahead(self, part: GroupCounts, nearest: Bytes, ahead: Bytes) -> Bytes:
         """Return the prefetched bytes beside a group's first unit in backward: those for the nearest unit before, or
@@ -320,6 +334,11 @@ _reduce_tail: Value = attrgetter("bytes.reduce_tail")
 def _is_replica(option: Option) -> int:
     """Return 1 for the option of a replica, else 0."""
     return int(not option.bytes.managed)
+
+
+def _leaves_tail(option: Option) -> int:
+    """Return 1 for an option that leaves the reduce buffer of the unit before, else 0."""
+    return int(option.bytes.leaves_tail)
 
 
 def _call_of(picked: Picked) -> CallMoments[Any]:

@@ -58,7 +58,11 @@ class BatchCosts:
         self._options = cache(self._make_options)
 
     def _segment_kinds(self) -> list[int]:
-        """Return a number for each segment; segments have the same number if their units have equal options."""
+        """Return a number for each segment; segments have the same number if their units have equal options: equal
+        parameters, costs, and compute beside which they communicate. The latter is that of the segment before, under
+        two layouts: it differs under another only where it does under these, unless different seconds and waits add
+        up to the same.
+        """
         known: dict[tuple[object, ...], int] = {}
         kinds = []
         sizes = {self.problem.hardware.world_size, 1}

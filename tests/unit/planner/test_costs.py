@@ -56,7 +56,7 @@ def terms(g, unit=UNIT, *, world_size=4, job=None, batch=ONCE, **more) -> UnitBy
 REPLICATED = UnitBytes(
     parameters=128, optimizer=256, gradients_held=0, gradients_after=128, gradients_settled=0,
     unsharded_gradients=128, reduce_copy=128,  # autograd's gradients, and the flat ones
-    reduce_stage=0, managed=False,
+    reduce_stage=0, leaves_tail=True, managed=False,
 )  # fmt: skip
 SHARDED = UnitBytes(
     parameters=32, optimizer=64, gradients_held=0, gradients_after=32, gradients_settled=0, gathered=128,
@@ -123,7 +123,7 @@ SOME_TERMS = {
     "frozen parameters are only gathered": (
         dict(g=4, unit=FROZEN, **HOLDING),
         dict(parameters=32, gathered=128, optimizer=16, gradients_held=32, gradients_settled=8 - 32, reduce_input=32,
-            reduce_tail=32),
+            reduce_tail=32 + 8 - 32),  # whole gradients are shards by then
     ),
     "frozen after the last gradient": (dict(g=2, unit=unit_of(parameter("w", 8, 3), *FROZEN.parameters[:1])),
         dict(last_gradient=96)),
@@ -148,7 +148,7 @@ SOME_TERMS = {
         dict(held=0, gradients_after=0, host=2 * (32 + 8) + 64, gathered=128, gather_buffer=128, reduce_input=128,
             reduce_output=32, step_scratch=0)),
     "host: one process holds whole gradients": (dict(g=1, world_size=1, **AWAY, **HOLDING),
-        dict(gradients_held=128, gradients_after=0, gradients_settled=-128, reduce_tail=128)),
+        dict(gradients_held=128, gradients_after=0, gradients_settled=-128, reduce_tail=0)),
     "host: replicas that accumulate": (dict(g=1, **AWAY, **ACCUMULATING), dict(reduced_after=128)),
     "host: a gradient comes before it is added": (dict(g=4, **AWAY, **ACCUMULATING), dict(host_moment=24)),
     "host: the sum of replicas comes once": (dict(g=2, **AWAY, **ACCUMULATING), dict(host_moment=0)),
