@@ -38,6 +38,10 @@ DEPEND_ON_PADDING = {
 """Model types whose outputs change with columns of padding: convolutions, pooling, Fourier transforms, random or
 hashed blocks, summaries at the last column (`tests/zoo/test_padding.py` tries the others).
 """
+_SUMMARIES = {"last", "mean"}
+"""Values of `summary_type` for which a classifier reads columns of padding."""
+_OF_LONGEST = {"dynamic", "longrope"}
+"""Rotary positions whose frequencies change with the columns of a batch."""
 _PICTURES = 4
 """Dimensions of a batch of pictures."""
 
@@ -93,6 +97,8 @@ def micro_batches(
     reason = next(filter(None, reasons), None)
     if budget is not None and len(set(rows)) > 1:
         reason = reason or "its batches have different numbers of samples"
+    if budget is not None and reason is None and len(set(map(_fields, batches))) > 1:
+        reason = "its batches have different fields"
     if budget is not None:
         failed, *_ = _agreed(int(reason is not None), 0, 0)
         if failed:
@@ -135,12 +141,26 @@ def parts_of_step(
 def reason_against_lengths(model: nn.Module, *, compiles: bool) -> str | None:
     """Return why a model's samples cannot be cut by length; None if nothing of the model is against it."""
     config = getattr(model, "config", None)
-    kind = getattr(config, "model_type", "")
+    kind, summary = getattr(config, "model_type", ""), getattr(config, "summary_type", None)
     if getattr(config, "is_encoder_decoder", False):
         return "the model has rows of two lengths"
-    if kind in DEPEND_ON_PADDING:
+    if kind in DEPEND_ON_PADDING or summary in _SUMMARIES:
         return f"outputs of {kind} may depend on padding"
+    if rotary := sorted(_rotary_kinds(model) & _OF_LONGEST):
+        return f"rotary positions of the kind {rotary[0]!r} depend on the longest row of a batch"
+    if any(one.is_prompt_learning and one.task_type == "SEQ_CLS" for one in _adapters(model)):
+        return "a classifier behind a learned prompt may read the last column, also of padding"
     return "compiled blocks would be compiled for each length" if compiles else None
+
+
+def _rotary_kinds(model: nn.Module) -> set[str]:
+    kinds = (getattr(module, "rope_type", None) for module in model.modules())
+    return {one for kind in kinds for one in (kind.values() if isinstance(kind, dict) else [kind]) if one}
+
+
+def _adapters(model: nn.Module) -> list[Any]:
+    found = getattr(model, "peft_config", {})
+    return [one for one in found.values() if hasattr(one, "is_prompt_learning")] if isinstance(found, dict) else []
 
 
 def refuse_lengths(config: OSDPConfig, model: nn.Module) -> None:
@@ -176,11 +196,19 @@ def dealt(batch: Batch, pad_token: int) -> Batch:
     """Deal the samples of all ranks' steps in turn, from long to short, so that ranks have equal work; each rank keeps
     its own samples if their number or their columns differ between ranks. Collective.
     """
-    signature = crc32(repr([(name, value.dtype, value.dim(), len(value)) for name, value in batch.items()]).encode())
-    own, other, width = _largest([signature, -signature, batch[_MASK].shape[1]])
+    columns = batch[_MASK].shape[1]
+    fields = [
+        (name, value.dtype, len(value), *(("tokens",) if _is_of_tokens(name, value, columns) else value.shape[1:]))
+        for name, value in sorted(batch.items())
+    ]
+    signature = crc32(repr(fields).encode())
+    own, other, width = _largest([signature, -signature, columns])
     if own != -other or world_size() == 1:
         return batch
-    widened = {name: _widened(name, value, width, pad_token) for name, value in batch.items()}
+    widened = {
+        name: _widened(name, value, width, pad_token) if _is_of_tokens(name, value, columns) else value
+        for name, value in sorted(batch.items())
+    }
     rows = [value.flatten(1) if value.dim() > 1 else value[:, None] for value in widened.values()]
     sent = torch.cat([value.contiguous().view(torch.uint8) for value in rows], 1).to(collective_device())
     every = sent.new_empty(world_size() * len(sent), sent.shape[1])
@@ -200,11 +228,23 @@ def pad_token_of(model: nn.Module) -> int:
     """
     config = getattr(model, "config", None)
     text = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
-    return getattr(text, "pad_token_id", None) or 0
+    return max(getattr(text, "pad_token_id", None) or 0, 0)  # some configurations have -1
+
+
+def _is_of_tokens(name: str, value: torch.Tensor, columns: int) -> bool:
+    """Return whether a field of a batch with so many columns has a value for each token; labels that are numbers have
+    one for each class.
+    """
+    of_classes = name == _LABELS and value.is_floating_point()
+    return name in _OF_TOKENS and value.dim() == 2 and value.shape[1] == columns and not of_classes
 
 
 def _rows(batch: Batch) -> int:
     return len(next(iter(batch.values())))
+
+
+def _fields(batch: Batch) -> frozenset[object]:
+    return frozenset((name, value.dtype, value.dim()) for name, value in batch.items())
 
 
 def _chunks(batch: Batch, size: int) -> list[Part]:
@@ -257,8 +297,9 @@ def lengths_of(batch: Batch) -> torch.Tensor:
         return torch.full((_rows(batch),), batch[_IDS].shape[1])
     mask = batch[_MASK]
     used = mask != 0
-    for labels in (value for name, value in batch.items() if "labels" in name and value.shape == mask.shape):
-        used = used | (labels != _IGNORED)
+    for name, value in batch.items():
+        if "labels" in name and _is_of_tokens(name, value, mask.shape[1]):
+            used = used | (value != _IGNORED)
     return (used * torch.arange(1, used.shape[1] + 1, device=used.device)).amax(1).clamp(min=1)
 
 
@@ -272,8 +313,8 @@ def _by_length(batch: Batch, order: torch.Tensor, widths: list[int], sizes: list
     """Cut samples in this order, without columns that only hold padding; a batch has had so many rows."""
     parts = []
     for start, end in zip([0, *accumulate(sizes)], accumulate(sizes), strict=False):
-        width, shape = widths[start], batch[_MASK].shape
+        width, columns = widths[start], batch[_MASK].shape[1]
         part = {name: value[order[start:end]] for name, value in batch.items()}
-        own = {name for name, value in batch.items() if name in _OF_TOKENS and value.shape == shape}
+        own = {name for name, value in batch.items() if _is_of_tokens(name, value, columns)}
         parts.append((part | {name: part[name][:, :width] for name in own}, (end - start) / rows))
     return parts

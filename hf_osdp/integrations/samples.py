@@ -115,6 +115,8 @@ class RowLengths(NamedTuple):
     """With the padding that a row has alone."""
     on_the_left: bool
     """Whether a shorter row has its padding before its tokens."""
+    fillers: frozenset[int] = frozenset()
+    """Ids of padding."""
 
     def unequal(self, longest: int, padded_together: int | None = None) -> Lengths | None:
         """Return them for a planner (`Lengths`); None if all are the same."""
@@ -149,7 +151,9 @@ def find_lengths(dataset: Any, collate: Collate) -> RowLengths | None:  # noqa: 
     except Exception:  # of a user's dataset or collator, which has no such rows
         return None
     tokens, padded = zip(*lengths, strict=True)
-    return RowLengths(tokens, padded, is_padded_left(together))
+    ids, mask = together.get("input_ids"), together.get("attention_mask")
+    padding = [] if ids is None or mask is None or ids.shape != mask.shape else ids[mask == 0].tolist()
+    return RowLengths(tokens, padded, is_padded_left(together), frozenset(padding))
 
 
 def _longest_samples(dataset: Any) -> tuple[list[Any], int, bool]:  # noqa: ANN401  of any library

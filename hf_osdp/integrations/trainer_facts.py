@@ -41,6 +41,8 @@ from .trainer_loss import MicroBatchRule, bytes_of_other_models, micro_batch_rul
 _log = logging.getLogger(__name__)
 _MOST_DEALT_TOKENS = 2**22
 """Most tokens of a step, padded to the longest, that each rank gathers to deal them: some 100 MB of ids and masks."""
+_KNOWN = {"bitsandbytes", "peft", "torch", "torchao", "transformers"}
+"""Packages of whose modules it is known whether they depend on padding."""
 _LOADER = ("get_train_dataloader", "_get_train_sampler")
 """The Trainer's methods that say which rows of the dataset make a batch."""
 
@@ -113,20 +115,30 @@ def _lengths(
     asked, reason = trainer.accelerator.config.batch_by_tokens, _reason_against_lengths(trainer, batches, rule)
     if reason is None and found is not None and found.on_the_left:
         reason = "samples are padded on the left"
+    if reason is None and found is not None and _reads_padding(trainer.model, found.fillers):
+        reason = "the classifier looks for its pad_token_id, and samples are padded with another"
     if asked and reason is not None:
         warn(trainer.args, "batch_by_tokens=True has no effect: %s.", reason.rstrip("."))
     cuts = reason is None and (asked or (asked is None and _is_known(trainer)))
     return bool(cuts), found and found.unequal(longest, rule.size if rule.cuts else None)
 
 
+def _reads_padding(model: Any, fillers: frozenset[int]) -> bool:  # noqa: ANN401
+    """Return whether a classifier may read a column of padding, with these ids, as a sample's last token."""
+    text = model.config.get_text_config() if hasattr(model, "config") else None
+    is_classifier = type(without_adapters(model)).__name__.endswith("ForSequenceClassification")
+    return is_classifier and bool(fillers - {getattr(text, "pad_token_id", None)})
+
+
 def _is_known(trainer: Trainer) -> bool:
-    """Return whether the model and its loss are of transformers, of which it is known whether they depend on
-    padding.
+    """Return whether the model, with all its modules, and its loss are of transformers, of which it is known whether
+    they depend on padding.
     """
     model, stock = trainer.model, type(trainer).compute_loss is Trainer.compute_loss
     assert isinstance(model, nn.Module)
     of_transformers = type(without_adapters(model)).__module__.startswith("transformers.models.")
-    return stock and of_transformers and trainer.compute_loss_func is None
+    others = {type(module).__module__.partition(".")[0] for module in model.modules()} - _KNOWN
+    return stock and of_transformers and not others and trainer.compute_loss_func is None
 
 
 def _reason_against_lengths(trainer: Trainer, batches: Inputs | None, rule: MicroBatchRule) -> str | None:

@@ -156,7 +156,9 @@ def plain_batch(batch: Any) -> Any:  # noqa: ANN401
 
 
 def with_row_length(batch: Any, length: int, changed: int) -> Any:  # noqa: ANN401
-    """Return a batch whose dimensions of `length` tokens have another length: they are cut, or repeated."""
+    """Return a batch whose dimensions of `length` tokens have another length: they are cut, or repeated. Labels that
+    are numbers have one for each class, and stay.
+    """
 
     def changed_tensor(tensor: torch.Tensor) -> torch.Tensor:
         for dim in range(1, tensor.dim()):
@@ -164,8 +166,12 @@ def with_row_length(batch: Any, length: int, changed: int) -> Any:  # noqa: ANN4
                 tensor = tensor.index_select(dim, torch.arange(changed) % length)
         return tensor
 
-    # a tokenizer's batch is a mapping that torch does not look into
-    return batch if changed == length else tree_map_only(torch.Tensor, changed_tensor, plain_batch(batch))
+    if changed == length:
+        return batch
+    found: Any = tree_map_only(torch.Tensor, changed_tensor, plain_batch(batch))  # torch looks into no other mapping
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    of_classes = isinstance(labels, torch.Tensor) and labels.is_floating_point()
+    return {**found, "labels": labels} if of_classes else found
 
 
 def output_of(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None = None) -> object:

@@ -114,6 +114,19 @@ def classes() -> dict[str, Any]:
     return {"model": bert("SequenceClassification", 3), "train_dataset": samples(37, classes=3)}
 
 
+def several() -> dict[str, Any]:
+    """Labels that are numbers, one for each class; as many classes as tokens in the longest row."""
+    rows = [{**row, "labels": len(row["input_ids"])} for row in samples(37)]
+    model = bert("SequenceClassification", LONGEST)
+    model.config.problem_type = "multi_label_classification"
+    return {"model": model, "train_dataset": rows, "data_collator": of_classes}
+
+
+def of_classes(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    batch = collate(False, False, 0, rows)
+    return {**batch, "labels": (torch.arange(LONGEST) % batch["labels"][:, None] == 0).double()}
+
+
 def masked() -> dict[str, Any]:
     given = {"train_dataset": samples(37), "compute_loss_func": token_loss, "data_collator": Masked()}
     return {"model": bert("MaskedLM", 2), **given}
@@ -187,6 +200,7 @@ CASES = {
     "masked by tokens": Case(build=masked, osdp={**BY_TOKENS, "micro_batch_size": 2}),
     "labels of tokens by tokens": Case(build=tokens, osdp={**BY_TOKENS, "micro_batch_size": 2}),
     "encoder and decoder": Case(build=pairs, osdp={**BY_TOKENS, "micro_batch_size": 2}, sizes=(2,) * 4),
+    "several labels by tokens": Case(build=several, osdp={**BY_TOKENS, "micro_batch_size": 2}),
     "by tokens": Case(osdp={**BY_TOKENS, "micro_batch_size": 2}),
     "means by tokens": Case(build=classes, osdp={**BY_TOKENS, "micro_batch_size": 2}),
     "by tokens, three ranks": Case(osdp={**BY_TOKENS, "micro_batch_size": 4}, ranks=3),

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 from hf_osdp.errors import OSDPError
-from hf_osdp.integrations.micro_batches import dealt, micro_batches, reason_against_cuts
+from hf_osdp.integrations.micro_batches import (
+    dealt,
+    micro_batches,
+    pad_token_of,
+    reason_against_cuts,
+    reason_against_lengths,
+)
 from hf_osdp.planner.token_budget import TokenBudget
 from tests.helpers.distributed import run_ranks
 
@@ -164,3 +171,26 @@ def test_samples_are_dealt_in_turn_from_long_to_short():
                 assert torch.equal(part[name][row, :width], whole[name][kind % 10])
                 assert (part[name][row, width:] == filler).all()
     assert kept["kind"].tolist() == [0, 1, 2]  # columns differ
+
+
+def test_batches_of_different_fields_are_cut_by_rows():
+    first, second = batch([9, 4], 16), {**batch([5, 3], 16), "weight": torch.ones(2)}
+    parts = [part for part, _ in micro_batches([first, second], 1, BUDGET, averages=True)]
+    assert [set(part) - set(first) for part in parts] == [set(), set(), {"weight"}, {"weight"}]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "longest row"),
+        ({"summary_type": "mean"}, "depend on padding"),
+        ({"pad_token_id": -1}, None),
+    ],
+)
+def test_models_whose_rows_depend_on_their_batch_are_not_cut_by_length(config, said):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=16, **config))
+    reason = reason_against_lengths(model, compiles=False)
+    assert (said is None) is (reason is None)
+    assert said is None or said in str(reason)
+    assert pad_token_of(model) == 0

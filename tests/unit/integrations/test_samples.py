@@ -172,6 +172,7 @@ def test_find_lengths_tells_tokens_from_padding(collate, found):
     rows = [[1] * length for length in (3, 9, 5) * 10]
     lengths = find_lengths(rows, collate)
     assert (lengths and (set(lengths.tokens), set(lengths.padded), lengths.on_the_left)) == found
+    assert not lengths or lengths.fillers == {0}
 
 
 def test_lengths_of_a_stream_and_of_equal_rows_are_not_known():
