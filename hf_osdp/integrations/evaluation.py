@@ -147,7 +147,7 @@ def predict_in_parts(
         for part, share in parts:
             loss, *kept = step(inputs=part)
             if loss is not None:
-                loss = loss * share if averages else loss
+                loss = (loss * share if share else torch.zeros_like(loss)) if averages else loss
                 total = loss if total is None else total + loss
             if whole is None:
                 whole = tree_map_only(torch.Tensor, lambda one: one.new_empty((rows, *one.shape[1:])), kept)

@@ -83,7 +83,7 @@ def micro_batches(
         pad_token: what `input_ids` are filled with where rows become longer.
 
     Returns:
-        Micro-batches, each with its samples as a share of those of a batch.
+        Micro-batches, each with its samples, or of means its labels, as a share of those of a batch; 0 without labels.
 
     Raises:
         OSDPError: on all ranks, if a batch cannot be cut, though the one seen before training could.
@@ -93,8 +93,11 @@ def micro_batches(
         options: dict[str, Any] = {"averages": averages, "pad_token": pad_token}
         groups = [list(group) for _, group in groupby(batches, _rows)]
         return [part for group in groups for part in micro_batches(group, size, budget, **options)]
-    reasons = (_reason_against(batch, averages=averages, by_length=budget is not None) for batch in batches)
+    reasons = (reason_against_cuts(batch, by_length=budget is not None) for batch in batches)
+    partly = averages and any(map(_lacks_labels, batches))
     reason = next(filter(None, reasons), None)
+    if budget is not None and reason is None and (partly or any(map(is_padded_left, batches))):
+        reason = "some of its samples have no label, or padding on the left"
     if budget is not None and len(set(rows)) > 1:
         reason = reason or "its batches have different numbers of samples"
     if budget is not None and reason is None and len(set(map(_fields, batches))) > 1:
@@ -112,13 +115,13 @@ def micro_batches(
         _agreed(1, 0, 0)
         raise _uncut(reason)
     shapes = {tuple((name, value.dtype, value.shape) for name, value in batch.items()) for batch in batches}
-    unlike, count = int(len(shapes) > 1), sum(-(-number // size) for number in rows)
+    unlike, count = int(partly or len(shapes) > 1), sum(-(-number // size) for number in rows)
     failed, unlike, most, least = _agreed(0, unlike, count)
     if failed or least < most:
         raise _uncut("another rank cannot cut its own" if failed else "ranks have different numbers of samples")
     together = size // rows[0]
     if unlike or together < 2:
-        return [part for batch in batches for part in _chunks(batch, size)]
+        return [part for batch in batches for part in _chunks(batch, size, by_labels=partly)]
     joins = [batches[first : first + together] for first in range(0, len(batches), together)]
     return [(dict(_joined(join)), float(len(join))) for join in joins]
 
@@ -247,21 +250,20 @@ def _fields(batch: Batch) -> frozenset[object]:
     return frozenset((name, value.dtype, value.dim()) for name, value in batch.items())
 
 
-def _chunks(batch: Batch, size: int) -> list[Part]:
-    """Cut a batch without changing its columns."""
-    cuts = (
+def _chunks(batch: Batch, size: int, *, by_labels: bool) -> list[Part]:
+    """Cut a batch without changing its columns; shares are `by_labels` where some samples have none."""
+    cuts = [
         {name: value[start : start + size] for name, value in batch.items()} for start in range(0, _rows(batch), size)
-    )
-    return [(cut, _rows(cut) / _rows(batch)) for cut in cuts]
+    ]
+    counts = [int((cut[_LABELS] != _IGNORED).sum()) for cut in cuts] if by_labels else []
+    if not sum(counts):
+        counts = list(map(_rows, cuts))
+    return [(cut, count / sum(counts)) for cut, count in zip(cuts, counts, strict=True)]
 
 
-def _reason_against(batch: Batch, *, averages: bool, by_length: bool) -> str | None:
-    if (reason := reason_against_cuts(batch, by_length=by_length)) is not None:
-        return reason
+def _lacks_labels(batch: Batch) -> bool:
     labels = batch.get(_LABELS)
-    if averages and labels is not None and labels.dim() == 1 and bool((labels == _IGNORED).any()):
-        return "some of its samples have no label, and so weigh nothing in the loss"
-    return "its samples are padded on the left" if by_length and is_padded_left(batch) else None
+    return labels is not None and labels.dim() == 1 and bool((labels == _IGNORED).any())
 
 
 def is_padded_left(batch: Batch) -> bool:

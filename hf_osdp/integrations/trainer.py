@@ -237,6 +237,8 @@ class Trainer(TrainerCheckpoints):
         losses, backward = [], self.accelerator.backward
         for number, (part, share) in enumerate(parts, 1):
             weight = share * scale if means else 1.0
+            if not weight:  # no sample has a label, of which the mean is not a number
+                part = {**part, "labels": torch.zeros_like(part["labels"])}
             weighted = replaced(self.accelerator, backward=lambda loss, w=weight, **rest: backward(loss * w, **rest))
             with weighted, nullcontext() if number == len(parts) else self.accelerator.no_sync(model=model):
                 losses.append(super().training_step(model, part, num_items_in_batch) * weight)

@@ -127,6 +127,13 @@ def of_classes(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {**batch, "labels": (torch.arange(LONGEST) % batch["labels"][:, None] == 0).double()}
 
 
+def partly_labelled() -> dict[str, Any]:
+    built = classes()
+    for row in built["train_dataset"][::5]:
+        row["labels"] = -100
+    return built
+
+
 def masked() -> dict[str, Any]:
     given = {"train_dataset": samples(37), "compute_loss_func": token_loss, "data_collator": Masked()}
     return {"model": bert("MaskedLM", 2), **given}
@@ -202,6 +209,9 @@ CASES = {
     "encoder and decoder": Case(build=pairs, osdp={**BY_TOKENS, "micro_batch_size": 2}, sizes=(2,) * 4),
     "several labels by tokens": Case(build=several, osdp={**BY_TOKENS, "micro_batch_size": 2}),
     "by tokens": Case(osdp={**BY_TOKENS, "micro_batch_size": 2}),
+    "means, some without a label": Case(
+        build=partly_labelled, osdp={**BY_TOKENS, "micro_batch_size": 2}, sizes=(2,) * 4
+    ),
     "means by tokens": Case(build=classes, osdp={**BY_TOKENS, "micro_batch_size": 2}),
     "by tokens, three ranks": Case(osdp={**BY_TOKENS, "micro_batch_size": 4}, ranks=3),
     "by tokens, one process": Case(osdp={**BY_TOKENS, "micro_batch_size": 2}, ranks=1),

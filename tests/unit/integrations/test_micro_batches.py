@@ -124,7 +124,6 @@ def test_pictures_are_cut_without_a_copy():
         ({"kind": ["a", "b"]}, r"'kind' of its batches has no row for each sample"),
         ({"weights": torch.ones(2, 32)}, r"'weights' of its batches may have a value for each token"),
         ({"pixel_values": torch.ones(2, 3, 4, 4)}, r"'pixel_values' of its batches may have a value for each token"),
-        ({"labels": torch.tensor([1, -100])}, r"some of its samples have no label"),
     ],
 )
 def test_batches_that_cannot_be_cut_are_refused(changes, said):
@@ -194,3 +193,11 @@ def test_models_whose_rows_depend_on_their_batch_are_not_cut_by_length(config, s
     assert (said is None) is (reason is None)
     assert said is None or said in str(reason)
     assert pad_token_of(model) == 0
+
+
+def test_means_weigh_by_labels_where_samples_have_none():
+    given = {**batch([3, 2, 5], 8), "labels": torch.tensor([1, -100, 2])}
+    shares = [share for _, share in micro_batches([given], 1, BUDGET, averages=True)]
+    assert shares == [1 / 2, 0, 1 / 2]
+    none = {**given, "labels": torch.full((3,), -100)}
+    assert [share for _, share in micro_batches([none], 2, averages=True)] == [2 / 3, 1 / 3]
