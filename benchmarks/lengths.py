@@ -1,6 +1,6 @@
 """Compare training on samples of unequal lengths with the stock Trainer, at the same samples in each step.
 
-    python benchmarks/lengths.py --data FOLDER [--cases NAME...] [--turns N] [--epoch] [--json FILE]
+    python benchmarks/lengths.py --data FOLDER [--cases NAME...] [--turns N] [--epoch [--rows N]] [--json FILE]
 
 Small models train on two CPU processes with gloo, 8 samples at once and 64 in a rank's step, on real text: sentences
 of SST-2, pairs of RTE, lines of WikiText-2 (FOLDER has `glue/` and `wikitext-2/` with their files, and `tokenizers/`).
@@ -65,15 +65,15 @@ class Case:
     architecture: str
     sizes: Mapping[str, Any] = field(default_factory=dict)
 
-    def arguments(self, folder: Path) -> dict[str, Any]:
-        """Return a Trainer's model, data and collator."""
+    def arguments(self, folder: Path, most: int = 20_000) -> dict[str, Any]:
+        """Return a Trainer's model, data of at most so many samples, and collator."""
         tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizers" / self.tokenizer)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         lines = (folder / self.file).read_text(encoding="utf-8").splitlines()
         if self.file.endswith(".txt"):
-            rows = [{"text": line} for line in lines if line.strip()]
+            rows = [{"text": line} for line in lines if line.strip()][:most]
         else:
-            rows = list(map(json.loads, islice(lines, 20_000)))
+            rows = list(map(json.loads, islice(lines, most)))
         texts = [[row[name] for row in rows] for name in self.columns]
         data = dict(tokenizer(*texts, truncation=True, max_length=LONGEST))
         if "label" in rows[0]:
@@ -110,12 +110,13 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="texts")
     parser.add_argument("--turns", type=int, default=6, help="measured steps of each contestant")
     parser.add_argument("--epoch", action="store_true", help="measure the peaks of an epoch instead")
+    parser.add_argument("--rows", type=int, default=20_000, metavar="N", help="most samples of that epoch")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all rows to this file")
     options = parser.parse_args()
     found = {}
     if options.epoch:
         for case in options.cases:
-            print(f"{case}: {_of_epoch(CASES[case], options.data)}", flush=True)
+            print(f"{case}: {_of_epoch(CASES[case], options.data, options.rows)}", flush=True)
         return 0
     for case in options.cases:
         rows = found[case] = measure(CASES[case], options.data, options.turns)
@@ -168,12 +169,12 @@ def measure(case: Case, data: Path, turns: int) -> dict[str, dict[str, float]]:
     return rows
 
 
-def _of_epoch(case: Case, data: Path) -> str:
+def _of_epoch(case: Case, data: Path, rows: int) -> str:
     """Return what the highest peak of an epoch's steps was, on any rank."""
     with tempfile.TemporaryDirectory(prefix="lengths_") as folder:
         start = partial(Forks, world_size=RANKS)
         limit = start(_limit, case, data, folder, title="limit").answers()[0]
-        peaks = start(_peaks, case, data, limit, f"{folder}/epoch", title="epoch").answers()
+        peaks = start(_peaks, case, data, rows, limit, f"{folder}/epoch", title="epoch").answers()
     highest = max(max(found) for found in peaks)
     steps = f"{len(peaks[0])} steps"
     return f"highest peak {highest / 2**20:.1f} MiB of {limit / 2**20:.1f} MiB in {steps}, {highest / limit:.3f}"
@@ -245,10 +246,10 @@ def _limit(pipe: Connection, rank: int, case: Case, data: Path, out: str) -> Non
     pipe.send(plan.peak_bytes)
 
 
-def _peaks(pipe: Connection, rank: int, case: Case, data: Path, limit: int, out: str) -> None:
+def _peaks(pipe: Connection, rank: int, case: Case, data: Path, rows: int, limit: int, out: str) -> None:
     """Train an epoch by tokens as one rank, and send its peaks."""
     asked, peaks = OSDPConfig(memory_limit=limit, batch_by_tokens=True, compare=False), Peaks()
-    trainer = Trainer(args=_arguments(out, -1), osdp=asked, callbacks=[peaks], **case.arguments(data))
+    trainer = Trainer(args=_arguments(out, -1), osdp=asked, callbacks=[peaks], **case.arguments(data, rows))
     trainer.train()
     pipe.send(peaks.found)
 

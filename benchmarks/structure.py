@@ -60,6 +60,7 @@ OTHER_REASONS = {
     "operators in slices": {"tracing/known_values.py"},
     "offloading": {"planner/cost/collectives.py", "planner/wire.py", "preparation/out_of_memory.py"},
     "8- and 4-bit optimizers": {
+        "integrations/trainer_facts.py",
         "cli/options.py", "modeling/quantized.py", "preparation/cache.py",
     },
 }  # fmt: skip

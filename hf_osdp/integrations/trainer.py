@@ -21,7 +21,7 @@ from ..distributed.process_group import require_all
 from ..distributed.said_once import say_uncaught_once
 from ..distributed.stop import StopSignal
 from ..modeling.replaced import replaced
-from ..modeling.split.loss_chunks import only_loss_read
+from ..modeling.split.apply import only_loss_read
 from ..modeling.units import canonical_name
 from ..planner.plan import Plan
 from ..preparation.config import OSDPConfig

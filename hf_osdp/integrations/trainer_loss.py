@@ -21,7 +21,7 @@ from ..distributed.fsdp_internals import parameter_groups, stays_gathered
 from ..errors import InfeasibleError
 from ..modeling.batch import Inputs, training_batch, without_adapters
 from ..modeling.replaced import replaced
-from ..modeling.split.loss_chunks import only_loss_read
+from ..modeling.split.apply import only_loss_read
 from ..modeling.wrapping import has_running_statistics
 from ..preparation.config import OSDPConfig
 from ..sharding.replicas import is_under_plan

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
-import numpy as np
-
 _ROUND = 8
 """Rows are padded to a multiple of this, which matrix units prefer."""
 
@@ -71,6 +69,8 @@ class TokenBudget:
 
 @lru_cache(maxsize=64)
 def _least_cost(budget: TokenBudget, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    import numpy as np  # plans of equal lengths do without
+
     widths = np.array(list(map(budget.width, lengths)))
     counted = np.maximum(widths, budget.shortest)
     costs, last = np.zeros(len(widths) + 1), [0]

@@ -207,7 +207,7 @@ def test_loop_whose_loader_is_not_prepared_keeps_its_accumulation():
         accelerator = prepared_without_loader(steps, global_batch_size=16, **options)
         assert accelerator.planned_run.plan.micro_batch_size == size
         assert accelerator.gradient_accumulation_steps == planned
-    with pytest.raises(ValueError, match="plan runs 4 samples at once, but the first DataLoader gives 8"):
+    with pytest.raises(ValueError, match="plan takes 4 samples in a batch, but the first DataLoader gives 8"):
         accelerator.prepare(DataLoader(tokens(), batch_size=8))
     accelerator.prepare(DataLoader(tokens(), batch_size=4))
     accelerator.prepare(DataLoader(tokens(), batch_size=8))  # for evaluation
