@@ -17,7 +17,7 @@ Communication = Literal["exact", "bf16", "int8", "int4"]
 FORMATS: tuple[Communication, ...] = get_args(Communication)
 EXACT: Communication = "exact"
 """Communication in the original dtype."""
-_MOST_SAMPLES = 2**40
+_MOST_SAMPLES, _MOST_STATES = 2**40, 1000
 
 
 def formats_up_to(coarsest: Communication) -> tuple[Communication, ...]:
@@ -154,8 +154,8 @@ class OptimizerSpec:
     """Whether embeddings of any size have their states in float32."""
 
     def __post_init__(self) -> None:
-        if self.states < 0:
-            raise ValueError(f"OptimizerSpec.states={self.states} must not be negative.")
+        if not 0 <= self.states <= _MOST_STATES:
+            raise ValueError(f"OptimizerSpec.states={self.states} must be from 0 to {_MOST_STATES}.")
 
     @property
     def is_quantized(self) -> bool:
