@@ -108,6 +108,11 @@ class Case:
             found = lognormal(request.mean_length, longest)
         elif request.lengths is not None:
             found = _read_lengths(request.lengths)
+            if max(found) > longest:
+                raise ValueError(
+                    f"--lengths {request.lengths} has a sample of {max(found)} tokens, and --sequence-length {longest}"
+                    f" is the longest; use --sequence-length {max(found)}."
+                )
         else:
             return None
         return Lengths.of(found, longest)
@@ -169,7 +174,6 @@ class Case:
             precision=Precision.named(self.precision, autocast=world_size == 1),
             optimizer=self.optimizer,
             lengths=self.lengths,
-            cuts_by_length=self.lengths is not None,
             deals_samples=True,
             capability=self.hardware.device.capability,
             reads_loss_alone=True,
@@ -196,9 +200,13 @@ class Case:
     @cached_property
     def found(self) -> FoundPlan:
         """The plan that a run would find, with its problem."""
+        from ..integrations.micro_batches import reason_against_lengths, refuse_lengths
         from ..preparation.find_plan import find_plan
 
-        found = find_plan(self.model, self.job, hardware=self.hardware)
+        refuse_lengths(self.config, self.model)
+        reason = reason_against_lengths(self.model, compiles=self.config.compile)
+        job = replace(self.job, cuts_by_length=self.lengths is not None and reason is None)
+        found = find_plan(self.model, job, hardware=self.hardware)
         if isinstance(found.outcome, InfeasibleError):
             return replace(found, outcome=found.outcome.with_remedies(self._hosts(found.problem)))
         return found

@@ -134,6 +134,11 @@ class OSDPAccelerator(AcceleratorPreparation):
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward as `Accelerator.backward`, and explain an out-of-memory error in it."""
+        if self._waits_for_cuts:
+            raise OSDPError(
+                "With batch_by_tokens=True a batch is a whole step, which accelerator.micro_batches(model, batch)"
+                " cuts; use it in the loop, or leave the option out."
+            )
         with self.out_of_memory_explained():
             super().backward(loss, **kwargs)
 
@@ -154,6 +159,7 @@ class OSDPAccelerator(AcceleratorPreparation):
         def context(is_last: bool) -> AbstractContextManager[None]:
             return nullcontext() if is_last else self.no_sync(model)
 
+        self._waits_for_cuts = False
         return parts_of_step(self._planned, model, batches, context)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

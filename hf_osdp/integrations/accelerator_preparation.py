@@ -53,6 +53,8 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
     measured: Observation | None = None
     """Measurement of the loop's first optimizer steps, the same on every process; None until they have ended."""
     _out_of_memory: OutOfMemoryHandler | None = None
+    _waits_for_cuts = False
+    """The plan is for steps that the loop cuts, and it has cut none yet."""
     _waits_for_loader = False
     """The plan was made without a loader, and none was prepared since."""
 
@@ -169,7 +171,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         prepare_model(model, job.precision)
         run = plan_and_announce(model, job)
         self.use_plan(run)
-        self._waits_for_loader = loader is None
+        self._waits_for_loader, self._waits_for_cuts = loader is None, bool(config.batch_by_tokens)
         return run.plan
 
     def _plan_for_loop(

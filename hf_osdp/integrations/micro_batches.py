@@ -94,16 +94,12 @@ def micro_batches(
         groups = [list(group) for _, group in groupby(batches, _rows)]
         return [part for group in groups for part in micro_batches(group, size, budget, **options)]
     reasons = (reason_against_cuts(batch, by_length=budget is not None) for batch in batches)
-    partly = averages and any(map(_lacks_labels, batches))
     reason = next(filter(None, reasons), None)
-    if budget is not None and reason is None and (partly or any(map(is_padded_left, batches))):
-        reason = "some of its samples have no label, or padding on the left"
-    if budget is not None and len(set(rows)) > 1:
-        reason = reason or "its batches have different numbers of samples"
-    if budget is not None and reason is None and len(set(map(_fields, batches))) > 1:
-        reason = "its batches have different fields"
+    partly = reason is None and averages and any(map(_lacks_labels, batches))
     if budget is not None:
-        failed, *_ = _agreed(int(reason is not None), 0, 0)
+        fits = reason is None and not partly and len(set(rows)) == len(set(map(_fields, batches))) == 1
+        fits = fits and not any(map(is_padded_left, batches))
+        failed, *_ = _agreed(int(not fits), 0, 0)
         if failed:
             return micro_batches(batches, size, averages=averages)
         joined = dealt(_joined(batches, pad_token), pad_token) if budget.deals else _joined(batches, pad_token)

@@ -177,8 +177,8 @@ class OptimalShardedDataParallel(nn.Module):
             optimizer.step()
         ```
 
-        The body runs within its `micro_step`. That is the same step only if losses are means over samples; for a sum
-        over tokens that is divided by a count of the whole step, leave `share` out.
+        The body runs within its `micro_step`. That is the same step only if losses are means over samples that all
+        have a label; for a sum over tokens that is divided by a count of the whole step, leave `share` out.
 
         Args:
             batches: one or several of what a collator returns, with tensors of shape (samples, tokens) or (samples,).

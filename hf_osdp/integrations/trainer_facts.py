@@ -39,8 +39,6 @@ from .trainer_arguments import planned_arguments, samples_of_step, warn
 from .trainer_loss import MicroBatchRule, bytes_of_other_models, micro_batch_rule, traced_loss
 
 _log = logging.getLogger(__name__)
-_MOST_DEALT_TOKENS = 2**22
-"""Most tokens of a step, padded to the longest, that each rank gathers to deal them: some 100 MB of ids and masks."""
 _KNOWN = {"bitsandbytes", "peft", "torch", "torchao", "transformers"}
 """Packages of whose modules it is known whether they depend on padding."""
 _LOADER = ("get_train_dataloader", "_get_train_sampler")
@@ -84,8 +82,7 @@ def job_of_trainer(
         optimizer=optimizer,
         inputs=batches,
         cuts_by_length=cuts,
-        deals_samples=(rule.averages or args.average_tokens_across_devices)
-        and samples * sequence_length <= _MOST_DEALT_TOKENS,
+        deals_samples=rule.averages or args.average_tokens_across_devices,
         inputs_of_length=batches.with_rows if isinstance(batches, Batches) else None,
         lengths=lengths,
         loss=None if batches is None or config.inputs or model_makes_loss else traced_loss(trainer),

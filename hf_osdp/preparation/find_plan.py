@@ -209,7 +209,7 @@ class ProblemBuilder:
             return found
         layouts, as_loaded = plan.layouts(problem.description), self._training
         budget = on_rank_zero(lambda: price_micro_batches(problem.description, layouts, problem.hardware, problem.job))
-        budget = replace(budget, deals=self.job.deals_samples)
+        budget = replace(budget, deals=self.job.deals)
         self._training = replace(self._training, lengths=replace(lengths, budget=budget))
         cut = self._find()
         steps = [one.outcome.step_s or 0.0 for one in (found, cut) if isinstance(one.outcome, Plan)]

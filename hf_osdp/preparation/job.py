@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 _IGNORED_WITH_CHECKPOINTING = (("recompute", False), ("split_vocabulary", True), (ACTIVATION_OPTION, True))
 """Options that have no effect if all blocks are recomputed."""
 
+_MOST_DEALT_TOKENS = 2**22
+"""Most tokens of a step, padded to the longest, that each rank gathers to deal them: some 100 MB of ids and masks."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
@@ -98,6 +101,12 @@ class Job:
     """The run's output folder; None if unknown."""
     capability: tuple[int, int] | None = None
     """Compute capability of the device; None is that of this machine's GPU."""
+
+    @property
+    def deals(self) -> bool:
+        """Whether samples are dealt: not if each rank would gather too many."""
+        tokens = (self.config.global_batch_size or 0) * (self.config.sequence_length or 0)
+        return self.deals_samples and self.world_size > 1 and tokens <= _MOST_DEALT_TOKENS
 
     @property
     def under_fsdp(self) -> Job:

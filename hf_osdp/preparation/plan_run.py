@@ -133,7 +133,7 @@ def _token_budget(run: PlannedRun, job: Job, model: nn.Module) -> TokenBudget | 
         room_bytes = _peak_bytes(plan, run.inputs)
     else:
         outside_bytes = hardware.outside_bytes(plan.communicators)
-        gathered = 2 * job.world_size if job.deals_samples and job.world_size > 1 else 0
+        gathered = 2 * job.world_size if job.deals else 0
         loaded_bytes *= (3 + gathered) * samples  # as they are loaded, joined and cut; and to be dealt
         room_bytes = hardware.room_bytes(plan.memory_limit_bytes) - outside_bytes - loaded_bytes
 
@@ -156,7 +156,7 @@ def _token_budget(run: PlannedRun, job: Job, model: nn.Module) -> TokenBudget | 
     if hardware is not None:
         description, job_ = run.inputs.description, run.inputs.job
         budget = price_micro_batches(description, plan.layouts(description), hardware, job_)
-    budget = replace(budget, deals=job.deals_samples).holding(tokens := size * longest, samples)
+    budget = replace(budget, deals=job.deals).holding(tokens := size * longest, samples)
     shortest = budget.shortest
     while not fits(shortest, tokens):
         shortest = min(longest, 2 * shortest)

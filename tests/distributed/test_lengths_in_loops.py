@@ -11,6 +11,7 @@ import transformers
 from torch.utils.data import DataLoader
 
 from hf_osdp import OptimalShardedDataParallel, OSDPAccelerator, OSDPConfig
+from hf_osdp.errors import OSDPError
 from tests.helpers.distributed import run_ranks
 
 RANKS, SAMPLES, LONGEST, STEPS = 2, 12, 32, 3
@@ -62,6 +63,8 @@ def of_ranks(kind: str) -> tuple[dict[str, torch.Tensor], list[int]]:
     def parts(step: Any) -> Iterator[Any]:
         return accelerator.micro_batches(model, step)
 
+    with pytest.raises(OSDPError, match=r"a batch is a whole step, which accelerator\.micro_batches"):
+        accelerator.backward(torch.zeros((), requires_grad=True))
     sizes = train(parts, accelerator.process_index, optimizer, accelerator.backward, model)
     return accelerator.get_state_dict(model), sizes
 

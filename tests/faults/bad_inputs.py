@@ -371,6 +371,7 @@ def command(given: str, folder: Path) -> Give:
     """A command that ends with one line on stderr, nothing on stdout, and exit code 1 where nothing fits, else 2."""
     words = _written(given, folder).replace("SIZES", SIZES).replace("DEVICES", DEVICES).split()[1:]
     GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=500, n_positions=64).save_pretrained(folder / "model")
+    (folder / "lengths.txt").write_text("8\n99\n")
 
     def run() -> None:
         with _inside(folder):

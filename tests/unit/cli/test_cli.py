@@ -249,6 +249,15 @@ def test_load_config_without_a_network_names_the_nearest_shapes(monkeypatch, cap
         load_config("./gpt2-xl")
 
 
+def test_steps_are_cut_by_length_only_for_models_that_the_trainer_cuts(tmp_path):
+    from transformers import T5Config
+
+    sizes = {"num_layers": 1, "d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16, "vocab_size": 100}
+    T5Config(**sizes, architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path)
+    given = ("plan", tmp_path, *SIZES, "--device", "a100-80", "--mean-length", 8, "--batch-by-tokens")
+    assert_refused(call(*given), "batch_by_tokens=True cannot be used, since the model has rows of two lengths")
+
+
 def test_lengths_of_samples_change_seconds_and_no_peak(model, tmp_path):
     given = ("plan", model, *SIZES, "--device", "a100-80", "--micro-batch-size", 8, "--no-operator-splitting")
     (tmp_path / "lengths").write_text("8\n8\n8\n32\n")
