@@ -79,8 +79,7 @@ def announce_result(run: PlannedRun, measured: Observation, output_dir: str | Pa
 
 
 def _content(run: PlannedRun, **measured: Any) -> Content:
-    content = report_content(run.plan, run.inputs, planning_s=run.planning_s, comparison=run.comparison, **measured)
-    return {**content, "evaluation": None if run.evaluation is None else run.evaluation.content}
+    return report_content(run.plan, run.inputs, planning_s=run.planning_s, comparison=run.comparison, **measured)
 
 
 def _console() -> Console:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from ..distributed.process_group import all_gather_objects
 from ..errors import OSDPError
 from ..modeling.activations import tensors_of
 from ..modeling.replaced import replaced
-from ..planner.cost.evaluation import EvaluationLoop
+from ..planner.cost.evaluation import EvaluationLoop, Generation
 from ..preparation.evaluation import FittedEvaluation
 from ..preparation.job import Evaluation
 from .micro_batches import micro_batches, reason_against_cuts
@@ -49,21 +50,21 @@ def evaluation_of(trainer: Any, rule: MicroBatchRule, dataset: Any, collator: An
     assert found is not None and length is not None
     batches: Batches = found.with_rows(length)
     keeps = trainer.compute_metrics is not None and not args.prediction_loss_only
-    cache = cache_bytes(trainer, length) if keeps and getattr(args, "predict_with_generate", False) else None
-    if cache == 0:
+    generates = keeps and getattr(args, "predict_with_generate", False)
+    generation = generation_of(trainer, length) if generates else None
+    if generates and generation is None:
         return None
     sizes = [
         len(one) for one in (dataset.values() if isinstance(dataset, dict) else [dataset]) if isinstance(one, Sized)
     ]
     return Evaluation(
-        loop=evaluation_loop(args, max(sizes, default=None), keeps=keeps),
+        loop=replace(evaluation_loop(args, max(sizes, default=None), keeps=keeps), generation=generation),
         inputs=config.inputs or batches,
         sequence_length=length,
-        outputs=traced_prediction(trainer, loss_alone=not keeps),
-        against_cuts="they generate" if cache else _reason_against_cuts(trainer, rule, batches),
+        outputs=traced_prediction(trainer, loss_alone=not keeps, generates=generates),
+        against_cuts="they generate" if generates else _reason_against_cuts(trainer, rule, batches),
         averages=rule.averages,
-        moves=not cache and args.eval_accumulation_steps is None and not args.batch_eval_metrics,
-        generated_bytes=cache or 0,
+        moves=args.eval_accumulation_steps is None and not args.batch_eval_metrics,
     )
 
 
@@ -71,10 +72,12 @@ def evaluation_loop(args: TrainingArguments, samples: int | None, *, keeps: bool
     """Return the loop over a number of samples, None if it is not known, as the arguments have it."""
     parts = args.world_size if accelerator_config_of(args).split_batches else 1
     size = args.eval_batch_size // parts
-    known = {} if samples is None else {"samples": max(1, samples)}
-    size = min(size, known.get("samples", size))
+    samples = 2**40 if samples is None else max(1, samples)
+    size = min(size, samples)
     moved = 1 if args.batch_eval_metrics else args.eval_accumulation_steps
-    return EvaluationLoop(batch_size=size, micro_batch_size=size, moved_after=moved, keeps_outputs=keeps, **known)
+    return EvaluationLoop(
+        batch_size=size, micro_batch_size=size, moved_after=moved, keeps_outputs=keeps, samples=samples
+    )
 
 
 def _runs_stock_steps(trainer: Any) -> bool:  # noqa: ANN401
@@ -83,24 +86,33 @@ def _runs_stock_steps(trainer: Any) -> bool:  # noqa: ANN401
     return own.__module__.partition(".")[0] in ("transformers", "hf_osdp")
 
 
-def cache_bytes(trainer: Any, prompt: int) -> int:  # noqa: ANN401
-    """Return the least bytes of the key-value cache of one sample, with all its beams; 0 if its size is not known."""
+def generation_of(trainer: Any, prompt: int, new_tokens: int | None = None) -> Generation | None:  # noqa: ANN401
+    """Return what generating takes for a sample with a prompt of so many tokens; None if the size of its cache is not
+    known. `new_tokens` are those of its longest completion, if the model's own settings do not say.
+    """
     args, model, generation = trainer.args, trainer.model, getattr(trainer.model, "generation_config", None)
     if generation is None:
-        return 0
+        return None
     text, crosses = model.config.get_text_config(decoder=True), getattr(model.config, "is_encoder_decoder", False)
     heads, kinds = text.num_attention_heads, getattr(text, "layer_types", None)
     layers = text.num_hidden_layers if kinds is None else kinds.count("full_attention")
-    width = (getattr(text, "num_key_value_heads", None) or heads) * (
-        getattr(text, "head_dim", None) or text.hidden_size // heads
-    )
-    tokens = args.generation_max_length or generation.max_length or 20
-    if generation.max_new_tokens is not None:
-        tokens = generation.max_new_tokens + (0 if crosses else prompt)
-    beams = args.generation_num_beams or generation.num_beams or 1
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    width = kv_heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+    tokens = getattr(args, "generation_max_length", None) or generation.max_length or 20
+    if (new_tokens := new_tokens or generation.max_new_tokens) is not None:
+        tokens = new_tokens + (0 if crosses else prompt)
+    beams = getattr(args, "generation_num_beams", None) or generation.num_beams or 1
     dtype = trainer.accelerator.precision.compute
     itemsize = model.dtype.itemsize if dtype is None else dtype.itemsize
-    return int(2 * layers * width * itemsize * beams * (tokens + prompt * crosses))
+    keys, repeats = width * itemsize * beams * tokens, 2 * (heads // kv_heads) if heads > kv_heads else 0
+    encoded = text.hidden_size * itemsize * prompt * (beams + (beams > 1)) if crosses else 0
+    return Generation(
+        cache_bytes=2 * layers * width * itemsize * beams * (tokens + prompt * crosses) + encoded,
+        growth_bytes=max(1, repeats) * keys,
+        scores_bytes=4 * beams * text.vocab_size * (1 + (beams > 1)),
+        logits_bytes=beams * text.vocab_size * (itemsize + 4 * (1 if beams == 1 else 3)),
+        kept_bytes=8 * (tokens + prompt),
+    )
 
 
 def _reason_against_cuts(trainer: Any, rule: MicroBatchRule, batches: Batches) -> str | None:  # noqa: ANN401
@@ -121,6 +133,7 @@ def evaluating(
         yield
         return
     asked = evaluation_loop(args, len(data) if isinstance(data, Sized) else None, keeps=keeps)
+    asked = replace(asked, generation=fitted.loop.generation if keeps else None)
     now = fitted.of(asked)
     moved = args.eval_accumulation_steps if now.loop.moved_after == asked.moved_after else now.loop.moved_after
     with replaced(args, eval_accumulation_steps=moved), replaced(trainer, _evaluation=now):

@@ -20,6 +20,7 @@ from ..checkpoint.writer import on_every_rank
 from ..distributed.process_group import require_all
 from ..distributed.said_once import say_uncaught_once
 from ..distributed.stop import StopSignal
+from ..modeling.build import disable_cache
 from ..modeling.replaced import replaced
 from ..modeling.split.apply import only_loss_read
 from ..modeling.units import canonical_name
@@ -120,6 +121,8 @@ class Trainer(TrainerCheckpoints):
         loader = None if self.train_dataset is not None else evaluated
         job, rule = job_of_trainer(self, trains=loader is None, loader=loader)
         prepare_precision(self.model, job.precision)
+        if not self.args.use_cache:  # transformers has switched off the model's own, not those of its parts
+            disable_cache(self.model)
         with rule.explained():
             run = self._run = plan_and_announce(self.model, job)
         self._planned_samples = samples_of_step(self.args)

@@ -259,9 +259,9 @@ def traced_loss(trainer: Trainer) -> Callable[..., object]:
     return loss
 
 
-def traced_prediction(trainer: Trainer, *, loss_alone: bool) -> Callable[..., object]:
+def traced_prediction(trainer: Trainer, *, loss_alone: bool, generates: bool = False) -> Callable[..., object]:
     """Return the trainer's `prediction_step` as a function of a fake model and a batch, to the loss and to what an
-    evaluation keeps beside it.
+    evaluation keeps beside it; if it `generates`, to the loss that it computes of the labels after that.
     """
 
     def predicted(fake_model: nn.Module, batch: Any) -> object:  # noqa: ANN401
@@ -269,7 +269,7 @@ def traced_prediction(trainer: Trainer, *, loss_alone: bool) -> Callable[..., ob
         items = max(1, given.numel()) if isinstance(given, torch.Tensor) and _counts_items(trainer) else None
         with _examined(trainer, fake_model), only_loss_read(fake_model) if loss_alone else nullcontext():
             with replaced(trainer, _prepare_inputs=dict, _get_num_items_in_batch=lambda *_: items):
-                loss, logits, labels = Trainer.prediction_step(trainer, fake_model, batch, loss_alone)
+                loss, logits, labels = Trainer.prediction_step(trainer, fake_model, batch, loss_alone or generates)
             if logits is not None and trainer.preprocess_logits_for_metrics is not None:
                 logits = trainer.preprocess_logits_for_metrics(logits, cast("torch.Tensor", labels))
             if "inputs" in trainer.args.include_for_metrics:

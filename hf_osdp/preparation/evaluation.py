@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from ..distributed.consensus import on_rank_zero
 from ..errors import DescriptionError, PreflightError
-from ..planner.affine import Affine
 from ..planner.cost.evaluation import EvaluatedModel, EvaluationLoop
+from ..planner.cost.phases import Phase
 from ..planner.description import ModelDescription
 from ..planner.placement import Activations
 from ..planner.plan import Plan
@@ -69,10 +69,9 @@ class FittedEvaluation:
         )
 
     @property
-    def content(self) -> dict[str, object]:
-        """Peak and loop, for a report."""
+    def phase(self) -> Phase:
         nbytes, moment = self.model.peak(self.loop)
-        return {"peak_bytes": nbytes + self.outside_bytes, "moment": moment, **asdict(self.loop)}
+        return Phase(name="evaluation", peak_bytes=nbytes, moment=moment)
 
     @property
     def line(self) -> str:
@@ -84,8 +83,7 @@ class FittedEvaluation:
 def fit_evaluation(
     job: Job, plan: Plan, inputs: PlanInputs, describe: Callable[[Evaluation], ModelDescription]
 ) -> FittedEvaluation | None:
-    """Return how a run evaluates under a plan; None if it does not, if its memory cannot be estimated, or if all that
-    is known is that a cache fits. Collective.
+    """Return how a run evaluates under a plan; None if it does not, or if its memory cannot be estimated. Collective.
 
     `describe` describes the model as it evaluates, split and grouped as planned. Raise PreflightError if no loop with
     equal results fits.
@@ -95,9 +93,6 @@ def fit_evaluation(
         return None
 
     def described() -> ModelDescription | None:
-        if asked.generated_bytes:
-            cache = Affine(per_sample=asked.generated_bytes)
-            return replace(inputs.description, segments=(), input_bytes=cache, output_bytes=Affine())
         try:
             found = describe(asked)
         except DescriptionError as error:
@@ -118,5 +113,4 @@ def fit_evaluation(
         trains=job.trains, gathers_in_lists=job.device_type == "cpu",
     )  # fmt: skip
     fitted = FittedEvaluation(asked=asked, model=model, loop=asked.loop, room_bytes=room, outside_bytes=outside)
-    fits = fitted.of(asked.loop)
-    return None if asked.generated_bytes else fits
+    return fitted.of(asked.loop)

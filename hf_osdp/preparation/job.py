@@ -54,8 +54,6 @@ class Evaluation:
     """Losses are means over samples; else they add up."""
     moves: bool = False
     """It is not the user who says when outputs go to the host."""
-    generated_bytes: int = 0
-    """Least bytes of a sample's key-value cache, if the evaluation generates; nothing else of it is known then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,6 +115,8 @@ def plan_run(model: nn.Module, job: Job) -> PlannedRun:
         return grouped_as_planned(found, run.plan)
 
     evaluation = fit_evaluation(job, run.plan, run.inputs, as_it_evaluates)
+    if evaluation is not None:
+        run = replace(run, inputs=replace(run.inputs, others=(evaluation.phase,)))
     return replace(
         run, planning_s=planning_s, findings=_findings(run, job, model), trains=job.trains, evaluation=evaluation,
         budget=budget,

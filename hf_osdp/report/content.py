@@ -122,6 +122,7 @@ def _estimated(plan: Plan, inputs: PlanInputs) -> Content:
         "utilisation": _utilisation(plan, inputs),
         "streams": _streams(estimate),
         "units": _rows(plan, inputs.description, estimate),
+        "phases": [asdict(phase) for phase in inputs.phases(plan, estimate)],
         "moments": [
             {
                 "phase": moment.phase,

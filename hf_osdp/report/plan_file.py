@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import PlanError
 from ..planner.cost.evaluate import PlanEstimate, estimate_plan
+from ..planner.cost.phases import Phase, phases
 from ..planner.description import ModelDescription
 from ..planner.files import plain, validated, write_whole
 from ..planner.hardware import Hardware
@@ -25,6 +26,8 @@ class PlanInputs:
     hardware: Hardware | None
     """None if a given plan ran without a measurement of the hardware."""
     simplicity: float = 0.0
+    others: tuple[Phase, ...] = ()
+    """What a run does beside training, with bytes that its plan needs for it, such as evaluation."""
 
     @classmethod
     def of(cls, problem: PlanningProblem) -> PlanInputs:
@@ -43,6 +46,11 @@ class PlanInputs:
     def estimate(self, plan: Plan) -> PlanEstimate:
         """Return the estimate of a plan, which must be for these inputs."""
         return estimate_plan(plan, self.description, self.job, self.hardware)
+
+    def phases(self, plan: Plan, estimate: PlanEstimate) -> list[Phase]:
+        """Return the parts of a job under a plan, training first."""
+        layouts = plan.layouts(self.description)
+        return [*phases(self.description, layouts, estimate.memory, self.job, plan.world_size, self.others)]
 
 
 def plan_file_content(plan: Plan, inputs: PlanInputs) -> dict[str, Any]:

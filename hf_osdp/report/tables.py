@@ -241,6 +241,7 @@ def explanation_parts(content: Content) -> list[Part]:
         f"Activations: {content['model']['trace']}.",
         "",
         _peak_table(content),
+        _phases_table(content),
         make_table("Bytes on each device, by unit", kinds, text=["units"], figures=_UNIT_BYTES),
     ]
     if hardware is None:
@@ -309,6 +310,19 @@ def _peak_table(content: Content) -> Table:
     figures = ["bytes", "of the limit" if limit else "of the peak"]
     title = f"Bytes at the peak: {estimated['peak_phase']} of {estimated['peak_unit']}"
     return make_table(title, rows, text=[""], figures=figures)
+
+
+def _phases_table(content: Content) -> Table:
+    """Return the highest moment of each part of the job, with memory outside tensors."""
+    estimated, limit = content["estimated"], content["plan"]["memory_limit_bytes"]
+    outside = sum(estimated["outside"].values())
+    whole = limit or estimated["peak_bytes"] + outside
+    rows = [
+        (phase["name"], phase["moment"], format_bytes(nbytes := phase["peak_bytes"] + outside), _share(nbytes, whole))
+        for phase in estimated["phases"]
+    ]
+    figures = ["peak", "of the limit" if limit else "of the peak"]
+    return make_table("Highest moment of each part of the job", rows, text=["", "in"], figures=figures)
 
 
 _NO_GAP = 1e-6

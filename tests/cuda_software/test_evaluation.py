@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from hf_osdp import OSDPConfig, Trainer
+from hf_osdp import OSDPConfig, Trainer, with_osdp
 from tests.helpers.sampling import slow_but
 
 from .training import on_devices
@@ -74,6 +74,7 @@ class Case:
     ranks: int = 1
     osdp: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
+    generates: bool = False
     parts: bool = False
     """Whether batches are cut to fit."""
     moves: bool = False
@@ -101,6 +102,15 @@ CASES = {
     "causal, on the host": Case(metrics=True, ranks=2, osdp={"host_offload": True, "strategy": "fsdp"}),
     "classes": Case(model=classifier, vocabulary=2000, classes=3, metrics=True),
     "seq2seq": Case(model=seq2seq, vocabulary=32128, decoder=32, metrics=True),
+    "seq2seq, generates": Case(model=seq2seq, vocabulary=32128, decoder=32, metrics=True, generates=True),
+    "seq2seq, generates with beams": Case(
+        model=seq2seq, vocabulary=32128, decoder=8, metrics=True, generates=True,
+        arguments={"generation_num_beams": 4, "generation_max_length": 96},
+    ),
+    "seq2seq, generates on two ranks": Case(
+        model=seq2seq, vocabulary=32128, decoder=8, metrics=True, generates=True, ranks=2, osdp={"strategy": "fsdp"},
+        arguments={"generation_num_beams": 2, "generation_max_length": 96},
+    ),
 }
 
 
@@ -113,13 +123,15 @@ DAILY = (
 def evaluated(case: Case, folder: str) -> tuple[int, int, str, int, str]:
     """Train one step and evaluate; return the estimated and the measured peak of the evaluation, the
     moment, the room for tensors, and what was changed to fit."""
-    args = transformers.TrainingArguments(
+    kind = transformers.Seq2SeqTrainingArguments if case.generates else transformers.TrainingArguments
+    asked = {"predict_with_generate": True} if case.generates else {}
+    args = kind(
         output_dir=folder, max_steps=1, eval_strategy="steps", eval_steps=1, report_to="none", save_strategy="no",
-        disable_tqdm=True, **{"per_device_train_batch_size": 4, **case.arguments},
+        disable_tqdm=True, **{"per_device_train_batch_size": 4, **asked, **case.arguments},
     )  # fmt: skip
     data = rows(case.samples, case.vocabulary, case.classes, case.decoder)
     config = OSDPConfig(memory_limit=case.limit, hardware="a100-80", report=False, **case.osdp)
-    trainer = Trainer(
+    trainer = (with_osdp(transformers.Seq2SeqTrainer) if case.generates else Trainer)(
         model=case.model(), args=args, train_dataset=data, eval_dataset=data, osdp=config,
         compute_metrics=count if case.metrics else None, preprocess_logits_for_metrics=case.reduces,
     )  # fmt: skip
@@ -145,7 +157,8 @@ def evaluated(case: Case, folder: str) -> tuple[int, int, str, int, str]:
 @pytest.mark.parametrize("name", slow_but(CASES, daily=DAILY))
 def test_evaluation_takes_what_the_estimate_says(tmp_path, name):
     case = CASES[name]
-    memory = {"memory": case.limit.removesuffix("iB"), "env": MEMORY_ALONE, "joins": False}
+    env = {} if case.generates else MEMORY_ALONE  # tokens say when it ends
+    memory = {"memory": case.limit.removesuffix("iB"), "env": env, "joins": False}
     for estimated, measured, moment, room, changes in on_devices(evaluated, case.ranks, case, str(tmp_path), **memory):
         print(f"{name}: {estimated / 2**20:.1f} MiB estimated, {measured / 2**20:.1f} measured, in {moment}")
         assert -0.01 <= estimated / measured - 1 <= 0.03

@@ -16,8 +16,24 @@ from ..decision import Batch, UnitLayout
 from ..description import ModelDescription
 from ..training_job import TrainingJob
 from .memory import layout_terms
-from .moments import all_kinds, resident_bytes, step_moments
+from .moments import SegmentBytes, all_kinds, resident_bytes, step_moments
 from .units import UnitBytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What generating takes for a sample, at its last token, with all its beams."""
+
+    cache_bytes: int
+    """Keys and values, and what the encoder gives."""
+    growth_bytes: int
+    """Of the layer that runs: its new keys beside the old, and keys and values repeated for groups of queries."""
+    logits_bytes: int
+    """Logits of a token, and scores made of them."""
+    scores_bytes: int
+    """What stays of these while the next token is computed."""
+    kept_bytes: int
+    """Tokens and labels, which an evaluation keeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +48,10 @@ class EvaluationLoop:
     """Outputs, such as logits, are gathered over the ranks and kept; else the loss alone."""
     moved_after: int | None
     """Batches after which kept outputs go to the host; None is at the end."""
-    samples: int = 2**40
+    samples: int
     """Samples of the data, on all ranks; a large number if it does not say how many."""
+    generation: Generation | None = None
+    """The loop generates, and keeps the tokens."""
 
     def kept_batches(self, world_size: int) -> int:
         """Return how many batches have outputs on the device together."""
@@ -100,6 +118,8 @@ class EvaluatedModel:
         if not self.trains:
             units = [replace(unit, optimizer=0) for unit in units]
         outputs = description.output_bytes if loop.keeps_outputs else Affine()
+        if loop.generation is not None:
+            outputs = Affine(per_sample=loop.generation.kept_bytes)
         own = outputs.bytes(loop.batch_size)
         gathered, kept = own * self.world_size, loop.kept_batches(self.world_size) - 1
         # the outputs of the batch before have a variable of their own; of the only one kept it is no copy
@@ -113,7 +133,13 @@ class EvaluatedModel:
                 yield f"{phase} of {description.units[unit].label}", level + beside
         between = stays + sum(unit.held - unit.copies for unit in units)
         between += resident_bytes(description, job, size, all_kinds)
-        yield "between batches" if segments else "the cache of generation", between + before
+        yield "between batches", between + before
+        if (made := loop.generation) is not None:
+            # each token gathers all units, also those that stay after a forward
+            count, gathers = loop.batch_size, self._gathers(units, job, batch)
+            forward = count * made.scores_bytes + max(count * made.growth_bytes, gathers)
+            taken = count * made.cache_bytes + max(count * made.logits_bytes, forward)
+            yield "generation", between - stays + before + taken
         if self.world_size > 1:
             copies = 2 if self.gathers_in_lists else 1
             yield "gathering outputs", between + kept * gathered + own + copies * gathered
@@ -123,6 +149,14 @@ class EvaluatedModel:
             # an incomplete last batch is complete before it is gathered, and then a view
             last = gathered if self.world_size > 1 else outputs.bytes(all_samples - kept * samples)
             yield "joining the outputs of batches", between + kept * gathered + last + outputs.bytes(all_samples)
+
+    def _gathers(self, units: Sequence[UnitBytes], job: TrainingJob, batch: Batch) -> int:
+        """Return what a forward of one token gathers at its highest moment."""
+        nothing = SegmentBytes(saved=0, gradient=0, arrived=0, kept=0, forward_peak=0, backward_peak=0, host=0)
+        alone = replace(self.description, buffer_bytes=0, other_bytes=0, input_bytes=Affine())
+        walk = step_moments(alone, units, [nothing] * len(alone.segments), job, batch, all_kinds)
+        levels = [level for phase, _, level in walk if phase.startswith("forward")]
+        return max(levels) - sum(unit.held for unit in units) if levels else 0
 
 
 def _after_a_batch(units: Sequence[UnitBytes]) -> tuple[list[UnitBytes], int]:

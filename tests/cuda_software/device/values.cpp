@@ -102,6 +102,7 @@ void write(const Tensor& to, const Tensor& from) {  // both are CPU tensors
   if (!to.defined() || !from.defined()) return;
   if (to.data_ptr() == from.data_ptr() && to.numel() == from.numel()) return;
   Tensor a = to;
+  if (a.dim() == 3 && from.dim() == 3 && !a.size(2)) return;  // attention without gradients has no logsumexp
   if (a.dim() == 3 && from.dim() == 3 && a.size(2) > from.size(2) && a.size(1) == from.size(1))
     a = a.narrow(2, 0, from.size(2));  // efficient attention pads its logsumexp
   if (a.numel() == from.numel())

@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from hf_osdp.errors import PreflightError
-from hf_osdp.integrations.evaluation import cache_bytes
+from hf_osdp.integrations.evaluation import generation_of
 from hf_osdp.integrations.trainer import with_osdp
 
 LENGTH, NEW = 12, 9
@@ -56,18 +56,19 @@ def test_cache_takes_what_generation_has_in_the_end(tmp_path, make):
     parts = [getattr(cache, f"{kind}_attention_cache", None) for kind in ("self", "cross")]
     layers = [layer for part in parts if part is not None for layer in part.layers] or cache.layers
     taken = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+    taken += 3 * LENGTH * 32 * 4 * bool(parts[0])  # what the encoder gives, once and for each beam
     of_a_token = 2 * sum(layer.keys[:, :, :1].nbytes for layer in (parts[0] or cache).layers)
-    assert 0 <= cache_bytes(trainer, LENGTH) - taken <= of_a_token  # the last one may not be fed again
+    assert 0 <= generation_of(trainer, LENGTH).cache_bytes - taken <= of_a_token  # the last one may not be fed again
 
 
 def test_generation_is_refused_before_training_where_its_cache_cannot_fit(tmp_path):
     generates = {"predict_with_generate": True, "generation_num_beams": 4, "per_device_eval_batch_size": 16}
     with pytest.raises(
-        PreflightError, match=r"in batches of 8 needs .* \(the cache of generation\), .*; set per_device_"
+        PreflightError, match=r"in batches of 8 needs .* \(generation\), .*; set per_device_"
     ):
         trainer_of(tmp_path, t5(), rows(), limit="8MiB", generation_max_length=4096, **generates).train()
     trainer = trainer_of(tmp_path, t5(), rows(), limit="8MiB", generation_max_length=16, **generates)
-    assert trainer.plan is not None and trainer._run.evaluation is None
+    assert trainer.plan is not None and trainer._run.evaluation.loop.generation is not None
 
 
 def test_evaluation_is_refused_before_training_with_a_batch_size_that_fits(tmp_path):
