@@ -36,7 +36,7 @@ PlotFile = Annotated[
 
 
 _ONLY_RUNS = {
-    "inputs", "on_oom", "plan", "compare", "reduce_every_micro_step", "hardware", "nodes",
+    "inputs", "also", "on_oom", "plan", "compare", "reduce_every_micro_step", "hardware", "nodes",
     "time_blocks", *GROUPS["Run"],
 }  # fmt: skip
 """Options of a run that have no flag here."""

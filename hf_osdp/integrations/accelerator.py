@@ -23,6 +23,7 @@ from ..sharding.gradients import clip_grad_norm_
 from ..sharding.state import full_state_dict
 from ..sharding.steps import micro_step
 from .accelerator_preparation import AcceleratorPreparation
+from .beside import ModelsBeside
 from .launch import launch_request
 from .micro_batches import parts_of_step
 from .plugin import plugin_for, precision_of, with_dynamo
@@ -96,6 +97,7 @@ class OSDPAccelerator(AcceleratorPreparation):
         self.precision = precision_of(
             self.mixed_precision, plugin.mixed_precision_policy, single_process=self.num_processes == 1
         )
+        self.beside = ModelsBeside(self.device, self.config.also)
         self._writer = CheckpointWriter(in_background=self.config.async_save)
         self._select_fsdp()
 

@@ -33,6 +33,7 @@ from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import bind_optimizer, reason_against_unit_steps
 from ..sharding.replicas import is_under_plan
 from .announce import announce_result, plan_and_announce
+from .beside import ModelsBeside
 from .checkpoints import AcceleratorCheckpoints
 from .micro_batches import refuse_lengths
 from .plugin import OSDPPlugin, unwrapped
@@ -49,6 +50,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
     config: OSDPConfig
     """The options of the plan, merged from all places that set them."""
     precision: Precision
+    beside: ModelsBeside
     meter: StepMeter | None = None
     measured: Observation | None = None
     """Measurement of the loop's first optimizer steps, the same on every process; None until they have ended."""
@@ -95,6 +97,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         autocast, the copies of their weights would stay on the device from forward to backward.
         """
         self.planned_run, self._writer.plan = run, run.plan
+        self.beside.place(sharded=run.shards_beside)
         if not self.is_fsdp2 and uses_host(run.plan):
             form_process_group(needed=True)
             self._distribute(DistributedType.FSDP)
@@ -166,6 +169,8 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
             activation_checkpointing=bool(self.plugin.activation_checkpointing),
             against_unit_steps=next(filter(None, map(reason_against_unit_steps, made)), None),
             trains=any(optimizers),
+            other_models={"models beside": self.beside.whole_bytes},
+            beside=self.beside.bytes(),
             folder=project_folder(self.project_configuration),
         )
         prepare_model(model, job.precision)
@@ -281,12 +286,23 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
             skips = self.scaler is not None and self.scaler.is_enabled() and run.budget is None
             self.meter = StepMeter(model, self.device, self._report, run.plan, may_skip=skips)
 
-    def prepare_model(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as stock
-        """Prepare as `Accelerator.prepare_model`, without what the plan does in its place."""
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:  # noqa: ANN401  as stock
+        """Prepare as `Accelerator.prepare_model`, without what the plan does in its place; a model for evaluation is
+        moved to the device with the plan, whole or in shards, or when it runs.
+        """
         state = copy(self.state)  # all accelerators share the state itself
         state.dynamo_plugin = TorchDynamoPlugin(backend="no")
+        waits = evaluation_mode and self.is_fsdp2
         with replaced(self, state=state):
-            return super().prepare_model(*args, **kwargs)
+            result = super().prepare_model(model, False if waits else device_placement, evaluation_mode)
+        if waits:
+            self._models.remove(model)  # the others are planned
+            self.beside.add(model)
+            if self.planned_run is not None:
+                self.beside.place(sharded=False)
+        return result
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
         """Shard the model by the plan and give the optimizers its new parameters, found by name."""

@@ -185,6 +185,7 @@ class Trainer(TrainerCheckpoints):
         with replaced(transformers.trainer, Accelerator=planning):  # the stock Trainer has no argument for the class
             super().create_accelerator_and_postprocess()
         self._osdp = self.accelerator.config
+        self.is_fsdp_enabled = False  # until the plan is made: others let the accelerator prepare their models
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create as the stock Trainer, after freeing parameters that an evaluation left gathered, so that it holds

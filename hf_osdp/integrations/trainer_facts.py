@@ -87,6 +87,7 @@ def job_of_trainer(
         lengths=lengths,
         loss=None if batches is None or config.inputs or model_makes_loss else traced_loss(trainer),
         other_models=bytes_of_other_models(trainer),
+        beside=trainer.accelerator.beside.bytes(),
         clips_gradients=bool(args.max_grad_norm and args.max_grad_norm > 0),
         against_unit_steps=against_unit_steps,
         activation_checkpointing=bool(

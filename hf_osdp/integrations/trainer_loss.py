@@ -292,7 +292,7 @@ def bytes_of_other_models(trainer: Trainer) -> dict[str, int]:
     seen = {id(tensor) for tensor in _tensors(trainer.model)}
     found = {
         name: sum(_bytes_on_device(module, seen) for module in _modules_in(value))
-        for name, value in vars(trainer).items()
+        for name, value in {**vars(trainer), "models beside": trainer.accelerator.beside.models}.items()
     }
     return {name: nbytes for name, nbytes in found.items() if nbytes}
 

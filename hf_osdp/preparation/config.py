@@ -25,6 +25,7 @@ _TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
     "plan": ((Plan, str, Path), "a Plan or the path of a plan file"),
     "hardware": ((Hardware, str), "a Hardware or the name of a preset"),
     "profile": ((Profile, str, Path), "a Profile or the path of a profile file"),
+    "also": ((tuple, list), "a tuple of models, which no file holds: OSDPConfig(also=...) in the script"),
     "inputs": (
         (Callable,),
         (
@@ -36,7 +37,7 @@ _TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
 GROUPS = {
     "Batch": ("sequence_length", "images", "global_batch_size", "micro_batch_size", "batch_by_tokens", "inputs"),
     "Devices": ("hardware", "nodes", "profile", "time_blocks"),
-    "Memory": ("memory_limit", "memory_margin", *HOST_OPTIONS, "recompute", "on_oom"),
+    "Memory": ("memory_limit", "memory_margin", "also", *HOST_OPTIONS, "recompute", "on_oom"),
     "Layout": (
         "strategy", "simplicity", "block_classes", "operator_splitting", "blocks_per_unit", "split_vocabulary",
         "compile", "plan", "compare",
@@ -86,6 +87,9 @@ class OSDPConfig(Decisions):
     inputs: Callable[[int], Mapping[str, Any]] | None = None
     """A function from a number of samples to forward's keyword arguments, including labels, for a model whose batch
     cannot be derived; Python only. None makes a batch from the model."""
+    also: tuple[Any, ...] = ()
+    """Models that the script runs forward beside the trained one, such as a teacher; Python only. The plan leaves them
+    room and moves them to the device, in shards where that is faster. The Trainer knows its own."""
     hardware: Hardware | str | None = None
     """A description or the name of a preset; default: this machine is measured when the run starts."""
     nodes: int | None = None

@@ -6,6 +6,7 @@ All plans of runs are found here.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -31,11 +32,12 @@ from ..measurement.block_times import TimedModel
 from ..modeling.batch import training_batch
 from ..modeling.build import drops_layers
 from ..modeling.split.candidates import possible_splits
+from ..planner.cost.collectives import sharded_seconds
 from ..planner.cost.placement import host_of
 from ..planner.cost.timing import price_micro_batches
 from ..planner.description import DType, ModelDescription
 from ..planner.grouping import grouped
-from ..planner.hardware import Hardware
+from ..planner.hardware import Collective, Hardware
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.profile import BlockTimes, Profile
@@ -53,7 +55,7 @@ from ..tracing.describe import describe
 from ..tracing.options import ModelRun
 from ..tracing.pictures import UsualBatch
 from .cache import describe_once
-from .job import Evaluation, Job
+from .job import Beside, Evaluation, Job
 from .run_profile import hardware_of_run, times_of_run
 
 _log = logging.getLogger(__name__)
@@ -94,6 +96,7 @@ def find_plan(model: nn.Module, job: Job, *, hardware: Hardware | None = None) -
     """Search on rank 0 for the run's fastest plan that fits. Collective; arguments and errors are those of
     `ProblemBuilder`.
 
+    Models beside the trained one are sharded where that makes a plan fit, or saves more than their gathers take.
     A single process can run under autocast without FSDP2 if all units stay on the device; that is tried first. Units
     on the host need FSDP2 and its mixed precision.
     """
@@ -103,6 +106,14 @@ def find_plan(model: nn.Module, job: Job, *, hardware: Hardware | None = None) -
         found = builder(job.asking(host_offload=False)).find()
     if found is None or not (isinstance(found.outcome, Plan) or job.device_type == "cpu" or asked is False):
         found = builder(job.under_fsdp).find()
+    if job.beside is not None and not job.shards_beside:
+        sharded = found.builder.for_job(replace(found.builder.job, shards_beside=True)).find()
+        whole_s, sharded_s = (
+            one.outcome.step_s or 0.0 if isinstance(one.outcome, Plan) else math.inf for one in (found, sharded)
+        )
+        steps = sharded.outcome.accumulation_steps if isinstance(sharded.outcome, Plan) else 1
+        gathers_s = steps * _gather_s(job.beside, found.problem.hardware)
+        found = sharded if whole_s == math.inf or sharded_s + gathers_s < whole_s else found
     device = found.problem.hardware.device
     known = DType.BFLOAT16 in device.flops_per_s
     if job.precision.compute is DType.BFLOAT16 and known and not device.native_bf16 and rank() == 0:
@@ -112,6 +123,12 @@ def find_plan(model: nn.Module, job: Job, *, hardware: Hardware | None = None) -
             device.name, *rates,
         )  # fmt: skip
     return found
+
+
+def _gather_s(beside: Beside, hardware: Hardware) -> float:
+    """Return the seconds of the gathers of a forward, which may not be hidden."""
+    size = hardware.world_size
+    return sum(sharded_seconds(hardware, Collective.ALL_GATHER, size, 1, nbytes) for nbytes in beside.gathered_bytes)
 
 
 class ProblemBuilder:
@@ -322,7 +339,7 @@ class Describer:
             sequence_length=evaluation.sequence_length, activation_checkpointing=False,
         )  # fmt: skip
         description = describe(self._model, **run.keywords, split=split, recomputation=False)
-        return replace(description, other_bytes=sum(self._job.other_models.values()))
+        return replace(description, other_bytes=self._job.other_bytes)
 
     def _of_one_sample(self) -> ModelDescription | None:
         """Describe a model that may not run more samples at once by one alone; None if the run has larger
@@ -358,7 +375,7 @@ class Describer:
 
     def _traced(self, split: ModelSplit, **options: Any) -> ModelDescription:
         description = describe_once(self._model, **self._run.keywords, split=split, **options)
-        return replace(description, other_bytes=sum(self._job.other_models.values()))
+        return replace(description, other_bytes=self._job.other_bytes)
 
     @property
     def _run(self) -> ModelRun:

@@ -57,6 +57,17 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """Models beside the trained one that only run forward, and can be sharded over all ranks."""
+
+    whole_bytes: int
+    sharded_bytes: int
+    """Of one rank, with the most that a forward gathers."""
+    gathered_bytes: tuple[int, ...]
+    """Of each unit that a forward gathers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One run to plan: the user's options with the run's sizes filled in, and the facts that its caller knows."""
 
@@ -81,6 +92,10 @@ class Job:
     """Computes the loop's loss of a batch; None is the model's own loss."""
     other_models: Mapping[str, int] = field(default_factory=dict)
     """Bytes that other models occupy on the device throughout, by name."""
+    beside: Beside | None = None
+    """Those of the other models that can be sharded."""
+    shards_beside: bool = False
+    """They are."""
     holds_outputs: bool = False
     """The training loop may keep the model's outputs through backward."""
     clips_gradients: bool = False
@@ -105,6 +120,12 @@ class Job:
         """Whether samples are dealt: not if each rank would gather too many."""
         tokens = (self.config.global_batch_size or 0) * (self.config.sequence_length or 0)
         return self.deals_samples and self.world_size > 1 and tokens <= _MOST_DEALT_TOKENS
+
+    @property
+    def other_bytes(self) -> int:
+        """Bytes that other models occupy on the device throughout."""
+        less = self.beside.whole_bytes - self.beside.sharded_bytes if self.shards_beside and self.beside else 0
+        return sum(self.other_models.values()) - less
 
     @property
     def under_fsdp(self) -> Job:

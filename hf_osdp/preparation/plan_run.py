@@ -55,6 +55,8 @@ class PlannedRun:
     """Findings of the preflight checks."""
     trains: bool = True
     """The model is trained, not only evaluated."""
+    shards_beside: bool = False
+    """Models beside the trained one are sharded."""
     evaluation: FittedEvaluation | None = None
     """How the run evaluates; None if that is not known."""
     budget: TokenBudget | None = None
@@ -109,6 +111,8 @@ def plan_run(model: nn.Module, job: Job) -> PlannedRun:
             run = _searched(model, job) if job.config.plan is None else run
             if rank() == 0 and job.config.batch_by_tokens:
                 _log.warning("batch_by_tokens=True has no effect: the limit leaves no room for a step's batches.")
+
+    job = replace(job, shards_beside=run.shards_beside)
 
     def as_it_evaluates(asked: Evaluation) -> ModelDescription:
         found = Describer(model, job).describe_evaluation(asked, run.plan.split.of_single_blocks)
@@ -171,7 +175,10 @@ def _searched(model: nn.Module, job: Job) -> PlannedRun:
     plan, problem = found.plan, found.problem
     plan.check(problem.description, job.world_size)
     comparison = tuple(found.compared()) if config.compare and rank() == 0 else None
-    return PlannedRun(plan=plan, units=problem.description.units, inputs=PlanInputs.of(problem), comparison=comparison)
+    return PlannedRun(
+        plan=plan, units=problem.description.units, inputs=PlanInputs.of(problem), comparison=comparison,
+        shards_beside=found.builder.job.shards_beside,
+    )  # fmt: skip
 
 
 def _given(model: nn.Module, job: Job) -> PlannedRun:
@@ -194,13 +201,17 @@ def _given(model: nn.Module, job: Job) -> PlannedRun:
     plan.check(description, job.world_size)
     check_whole(plan, description, job.optimizer)
     inputs = PlanInputs(description=description, job=job.training(), hardware=None)
+    limit, beside = config.memory_limit_bytes or plan.memory_limit_bytes, job.beside
+    if shards := beside is not None and limit is not None and _peak_bytes(plan, inputs) > limit:
+        others = replace(job, shards_beside=True).other_bytes
+        inputs = replace(inputs, description=replace(description, other_bytes=others))
     check_given_plan(plan, config, _peak_bytes(plan, inputs))
     here = find_topology().ranks_per_node
     if plan.devices_per_node not in (None, here) and rank() == 0:
         _log.warning(
             "The plan was made for %d devices per node, but this run has %d; plan again.", plan.devices_per_node, here
         )
-    return PlannedRun(plan=plan, units=description.units, inputs=inputs)
+    return PlannedRun(plan=plan, units=description.units, inputs=inputs, shards_beside=shards)
 
 
 def grouped_as_planned(description: ModelDescription, plan: Plan) -> ModelDescription:

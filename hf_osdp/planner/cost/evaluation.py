@@ -150,6 +150,14 @@ class EvaluatedModel:
             last = gathered if self.world_size > 1 else outputs.bytes(all_samples - kept * samples)
             yield "joining the outputs of batches", between + kept * gathered + last + outputs.bytes(all_samples)
 
+    @property
+    def standing_bytes(self) -> int:
+        """The model's own bytes, and the most that a forward gathers."""
+        batch = Batch(micro_batch_size=1, accumulation_steps=1)
+        units, _ = layout_terms(self.description, self.layouts, self.world_size, self.job, batch)
+        held = sum(unit.parameters for unit in units) + self.description.buffer_bytes
+        return held + self._gathers(units, self.job, batch)
+
     def _gathers(self, units: Sequence[UnitBytes], job: TrainingJob, batch: Batch) -> int:
         """Return what a forward of one token gathers at its highest moment."""
         nothing = SegmentBytes(saved=0, gradient=0, arrived=0, kept=0, forward_peak=0, backward_peak=0, host=0)

@@ -1,0 +1,72 @@
+"""Models beside the trained one, such as a reference or a teacher, which only run forward: on each device whole, or
+in shards if the plan needs their memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..distributed.mesh import world_size
+from ..errors import shown
+from ..preparation.job import Beside
+from ..sharding.beside import as_sharded, shard_beside
+from ..sharding.environment import move_to_device
+from ..sharding.replicas import is_under_plan
+
+
+class ModelsBeside:
+    """Models of several processes that wait for the plan, which says whether they are sharded."""
+
+    def __init__(self, device: torch.device, models: Iterable[nn.Module] = ()) -> None:
+        self._device = device
+        self._waiting: dict[nn.Module, RemovableHandle] = {}
+        for model in models:
+            if not isinstance(model, nn.Module):
+                raise ValueError(f"OSDPConfig(also={shown(model)}) must hold models.")
+            self.add(model)
+
+    def add(self, model: nn.Module) -> None:
+        """Let a model wait for the plan; one that runs before is whole from then on."""
+        if model not in self._waiting and not any(map(is_under_plan, model.modules())):
+            self._waiting[model] = model.register_forward_pre_hook(self._runs)
+
+    @property
+    def whole_bytes(self) -> int:
+        return sum(t.nbytes for model in self._waiting for t in (*model.parameters(), *model.buffers()))
+
+    @property
+    def models(self) -> tuple[nn.Module, ...]:
+        return tuple(self._waiting)
+
+    def bytes(self) -> Beside | None:
+        """Return what the models take whole and in shards; None if there are none that can be sharded."""
+        if world_size() == 1 or not self._waiting:
+            return None
+        sharded = [as_sharded(model) for model in self._waiting]
+        units = [unit for one in sharded for unit in one.description.units]
+        gathered = [sum(p.numel * p.dtype.itemsize for p in unit.parameters) for unit in units]
+        return Beside(
+            whole_bytes=self.whole_bytes, sharded_bytes=sum(one.standing_bytes for one in sharded),
+            gathered_bytes=tuple(gathered),
+        )  # fmt: skip
+
+    def place(self, *, sharded: bool) -> None:
+        """Move the models to the device, whole or in shards. Collective."""
+        for model in list(self._waiting):
+            if sharded:
+                self._waiting.pop(model).remove()
+                shard_beside(model)
+            self._place(model)
+
+    def _runs(self, module: nn.Module, args: object) -> None:
+        if module in self._waiting:  # and is not a copy
+            self._place(module)
+
+    def _place(self, model: nn.Module) -> None:
+        if (handle := self._waiting.pop(model, None)) is not None:
+            handle.remove()
+        move_to_device(model, self._device)

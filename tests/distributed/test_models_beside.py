@@ -1,0 +1,91 @@
+"""Models beside the trained one are sharded where the plan needs their memory, and results stay those of stock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_osdp import with_osdp
+from hf_osdp.sharding.replicas import is_under_plan
+from tests.distributed.test_trainers_of_others import _texts, _tokenizer
+from tests.helpers.distributed import run_ranks
+
+
+def llama(width: int = 32, seed: int = 0, layers: int = 12) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(
+        hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, num_attention_heads=2, vocab_size=32,
+        pad_token_id=1,
+    ))  # fmt: skip
+
+
+def dpo(folder: str, osdp: Any, width: int = 64, **more: Any) -> Any:
+    args = trl.DPOConfig(
+        folder, use_cpu=True, per_device_train_batch_size=2, max_steps=3, logging_steps=1, report_to=[],
+        save_strategy="no", max_length=32, disable_tqdm=True, bf16=False, **more,
+    )  # fmt: skip
+    columns = {"prompt": _texts(12, 3), "chosen": _texts(12, 5), "rejected": _texts(12, 4)}
+    kind = trl.DPOTrainer if osdp is None else with_osdp(trl.DPOTrainer)
+    extra = {} if osdp is None else {"osdp": osdp}
+    return kind(
+        model=llama(), ref_model=llama(width, seed=1), args=args, train_dataset=Dataset.from_dict(columns),
+        processing_class=_tokenizer(), **extra,
+    )  # fmt: skip
+
+
+def gkd(folder: str, osdp: Any) -> Any:
+    experimental = pytest.importorskip("trl.experimental.gkd")
+    args = experimental.GKDConfig(
+        folder, use_cpu=True, per_device_train_batch_size=2, max_steps=3, logging_steps=1, report_to=[],
+        save_strategy="no", max_length=32, disable_tqdm=True, bf16=False, lmbda=0.0,
+    )  # fmt: skip
+    texts = [{"role": "user", "content": text} for text in _texts(12, 5)]
+    answers = [{"role": "assistant", "content": text} for text in _texts(12, 4)]
+    tokenizer = _tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    kind = experimental.GKDTrainer if osdp is None else with_osdp(experimental.GKDTrainer)
+    extra = {} if osdp is None else {"osdp": osdp}
+    return kind(
+        model=llama(layers=2), teacher_model=llama(64, seed=1), args=args, processing_class=tokenizer,
+        train_dataset=Dataset.from_dict({"messages": [list(pair) for pair in zip(texts, answers, strict=True)]}),
+        **extra,
+    )  # fmt: skip
+
+
+MAKERS = {
+    "DPO": (dpo, "ref_model"),
+    "DPO, sync_ref_model": (
+        lambda folder, osdp: dpo(folder, osdp, width=32, sync_ref_model=True, ref_model_sync_steps=1), "ref_model",
+    ),
+    "GKD": (gkd, "teacher_model"),
+}  # fmt: skip
+
+
+def history(name: str, folder: str, osdp: Any) -> tuple[list[tuple[float, float]], bool, int, int]:
+    make, attribute = MAKERS[name]
+    trainer = make(folder, osdp)
+    trainer.train()
+    other = getattr(trainer, attribute)
+    rows = [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
+    peak = 0 if osdp is None else trainer.plan.peak_bytes
+    return rows, any(map(is_under_plan, other.modules())), peak, sum(p.nbytes for p in other.parameters())
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_trainers_whose_model_beside_is_sharded_equal_stock(tmp_path, name):
+    stock, whole = (
+        run_ranks(history, 2, name, str(tmp_path), osdp, timeout_s=200, init=False)[0]
+        for osdp in (None, {"strategy": "fsdp", "hardware": "cpu"})
+    )
+    less = whole[3] // 4
+    limited = {"strategy": "fsdp", "hardware": "cpu", "memory_limit": whole[2] - less}
+    sharded = run_ranks(history, 2, name, str(tmp_path), limited, timeout_s=200, init=False)[0]
+    assert (whole[1], sharded[1]) == (False, True)
+    assert sharded[2] <= whole[2] - less
+    for got in (whole[0], sharded[0]):
+        assert got == [pytest.approx(row, rel=2e-4) for row in stock[0]]
