@@ -53,6 +53,15 @@ def parse_limit(value: int | float | str, *, name: str = "memory_limit") -> int:
     return limit
 
 
+def parse_share(value: int | float | str, whole_bytes: int, *, name: str) -> int:
+    """Return the bytes of a share below 1 of a whole, as number or text, or those that `parse_limit` reads."""
+    try:
+        share = float(value)
+    except ValueError:
+        share = math.inf
+    return round(share * whole_bytes) if 0 <= share < 1 else parse_limit(value, name=name)
+
+
 def whole_bytes(value: int | float) -> int:
     """Return a number of bytes given without a unit; raise ValueError if it is not between 1 byte and 2**60 bytes."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 1 <= value < 2**60:

@@ -64,7 +64,7 @@ class Case:
         self.config: OSDPConfig = replace(request.config, profile=profile)
         """The options of the run."""
         hardware, given = self.hardware, f"--memory-limit {self.config.memory_limit}"
-        limit = hardware.device.check_limit(self.config.memory_limit_bytes, given=given)
+        limit = hardware.check_limit(self.config.memory_limit_bytes, given=given)
         _path_of(request.model)
         alone, lengths = request.lora_rank is None, [request.lengths, request.mean_length]
         refuse_first({
@@ -125,7 +125,8 @@ class Case:
         nodes, devices = request.num_nodes or hardware.nodes, request.devices_per_node or hardware.devices_per_node
         if (nodes, devices) != (hardware.nodes, hardware.devices_per_node):
             hardware = hardware.scaled(nodes=nodes, devices_per_node=devices)
-        return self._with_host(hardware).with_margin(self.config.memory_margin)
+        beside_bytes = self.config.beside_bytes(hardware.device.memory_bytes)
+        return replace(self._with_host(hardware).with_margin(self.config.memory_margin), beside_bytes=beside_bytes)
 
     def _with_host(self, hardware: Hardware) -> Hardware:
         """Return the hardware with the requested host's memory; a card of workstations has a host, an assumed one,

@@ -41,7 +41,7 @@ _ONLY_RUNS = {
 }  # fmt: skip
 """Options of a run that have no flag here."""
 _REQUIRED = ("sequence_length", "global_batch_size")
-_VALUES = {"memory_limit": "SIZE", "profile": "FILE", "block_classes": "NAMES"}
+_VALUES = {"memory_limit": "SIZE", "beside": "SHARE", "profile": "FILE", "block_classes": "NAMES"}
 """Names of values that are text, if they are not NAME."""
 _WRITTEN = {
     "memory_margin": ("--margin",), "recompute": ("--recompute/--no-recompute", "--activation-checkpointing"),

@@ -4,18 +4,47 @@ in shards if the plan needs their memory.
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Iterable
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..distributed.mesh import world_size
+from ..distributed.mesh import rank, world_size
 from ..errors import shown
-from ..preparation.job import Beside
+from ..measurement.timing import over_ranks
+from ..preparation.job import OTHER_TENSORS, Beside
+from ..quantities import format_bytes
 from ..sharding.beside import as_sharded, shard_beside
 from ..sharding.environment import move_to_device
 from ..sharding.replicas import is_under_plan
+
+_log = logging.getLogger(__name__)
+
+
+_FEW_BYTES = 64 * 2**20
+"""Up to so much, such as workspaces of matrix products, is within a limit's margin."""
+
+
+def other_tensors(device: torch.device, models: Iterable[nn.Module]) -> dict[str, int]:
+    """Return the bytes of tensors on a GPU that do not belong to these models, if they are many: what this process
+    keeps there beside the training. Collective.
+    """
+    if device.type != "cuda":
+        return {}
+    held = {id(t): t for model in models for t in (*model.parameters(), *model.buffers()) if t.device == device}
+    owned = sum(tensor.nbytes + (0 if tensor.grad is None else tensor.grad.nbytes) for tensor in held.values())
+    if torch.cuda.memory_allocated(device) - owned > _FEW_BYTES:
+        gc.collect()  # an earlier training in a notebook
+    (most,) = over_ranks([torch.cuda.memory_allocated(device) - owned])
+    if most <= _FEW_BYTES:
+        return {}
+    if rank() == 0:
+        _log.warning("%s of tensors of this program are on the device already: plans leave them that.",
+                     format_bytes(most))  # fmt: skip
+    return {OTHER_TENSORS: int(most)}
 
 
 class ModelsBeside:

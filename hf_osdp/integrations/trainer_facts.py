@@ -31,12 +31,13 @@ from ..preparation.job import Job, RunFolder
 from ..preparation.plan_run import PlannedRun
 from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import reason_against_unit_steps
+from .beside import other_tensors
 from .checkpoints import is_adapted
 from .evaluation import evaluation_of
 from .micro_batches import reason_against_cuts, reason_against_lengths
 from .samples import Batches, find_batches, find_lengths, row_tokens, with_length_of_inputs
 from .trainer_arguments import planned_arguments, samples_of_step, warn
-from .trainer_loss import MicroBatchRule, bytes_of_other_models, micro_batch_rule, traced_loss
+from .trainer_loss import MicroBatchRule, bytes_of_other_models, micro_batch_rule, models_of, traced_loss
 
 _log = logging.getLogger(__name__)
 _KNOWN = {"bitsandbytes", "peft", "torch", "torchao", "transformers"}
@@ -52,6 +53,8 @@ def job_of_trainer(
     Collective.
     """
     args, config = trainer.args, trainer.accelerator.config
+    if config.beside is None and getattr(args, "use_vllm", False) and getattr(args, "vllm_mode", "") == "colocate":
+        config = replace(config, beside=getattr(args, "vllm_gpu_memory_utilization", None))
     batches, sequence_length = _batches(trainer, config, loader)
     stock_loss = type(trainer).compute_loss is Trainer.compute_loss
     model_makes_loss = stock_loss and trainer.compute_loss_func is None and trainer.label_smoother is None
@@ -86,7 +89,7 @@ def job_of_trainer(
         inputs_of_length=batches.with_rows if isinstance(batches, Batches) else None,
         lengths=lengths,
         loss=None if batches is None or config.inputs or model_makes_loss else traced_loss(trainer),
-        other_models=bytes_of_other_models(trainer),
+        other_models=bytes_of_other_models(trainer) | other_tensors(args.device, models_of(trainer)),
         beside=trainer.accelerator.beside.bytes(),
         clips_gradients=bool(args.max_grad_norm and args.max_grad_norm > 0),
         against_unit_steps=against_unit_steps,

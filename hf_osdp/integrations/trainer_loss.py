@@ -291,10 +291,20 @@ def bytes_of_other_models(trainer: Trainer) -> dict[str, int]:
     assert isinstance(trainer.model, nn.Module)
     seen = {id(tensor) for tensor in _tensors(trainer.model)}
     found = {
-        name: sum(_bytes_on_device(module, seen) for module in _modules_in(value))
-        for name, value in {**vars(trainer), "models beside": trainer.accelerator.beside.models}.items()
+        name: sum(_bytes_on_device(module, seen) for module in modules) for name, modules in _held(trainer).items()
     }
     return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+
+def models_of(trainer: Trainer) -> list[nn.Module]:
+    """Return the trained model and all others that the trainer holds."""
+    return [module for modules in _held(trainer).values() for module in modules]
+
+
+def _held(trainer: Trainer) -> dict[str, list[nn.Module]]:
+    """Return the models by the trainer's attribute, and those of `OSDPConfig(also=...)`."""
+    values = {**vars(trainer), "models beside": trainer.accelerator.beside.models}
+    return {name: list(_modules_in(value)) for name, value in values.items()}
 
 
 class _LocalAccelerator:

@@ -15,7 +15,7 @@ from ..distributed.process_group import all_gather_objects
 from ..errors import HardwareError
 from ..planner.description import DType
 from ..planner.hardware import Backend, DeviceSpec, FsdpOverhead, Hardware
-from ..planner.presets import COMMUNICATOR_BYTES
+from ..planner.presets import COMMUNICATOR_BYTES, CONTEXT_BYTES
 from ..planner.profile import Profile, SegmentTimes
 from ..versions import package_versions
 from .block_times import TimedModel, measure_block_times
@@ -28,6 +28,9 @@ from .rates import (
     operator_seconds,
 )
 from .timing import barrier, over_ranks
+
+_OWN_BYTES = CONTEXT_BYTES + COMMUNICATOR_BYTES + 2**29
+"""Most that one process takes of a GPU outside torch's allocator; more is that of others."""
 
 
 def measure_hardware(*, device_type: str, seconds: float = 1.0, every_size: bool = False) -> Hardware:
@@ -168,6 +171,16 @@ def _measure_device(device: torch.device, seconds: float, allocated_before: int)
     )
 
 
+def bytes_of_others(device_type: str) -> int:
+    """Return the bytes of this process's device outside torch's allocator, without what the process itself may take
+    there.
+    """
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info(device := own_gpu())
+    return max(0, total - free - torch.cuda.memory_reserved(device) - _OWN_BYTES)
+
+
 def _communicator_bytes(device: torch.device) -> int:
     """Return the bytes that NCCL allocates for one group of all ranks; with a single process, the presets' figure.
 
@@ -203,7 +216,8 @@ def _memory_bytes(
     if device.type == "cuda":
         free, available = torch.cuda.mem_get_info(device)
         workspaces = 0 if allocated_before is None else torch.cuda.memory_allocated(device) - allocated_before
-        reserved = max(0, available - free - torch.cuda.memory_reserved(device)) + max(0, workspaces)
+        own = available - free - torch.cuda.memory_reserved(device) - bytes_of_others("cuda")
+        reserved = max(0, own) + max(0, workspaces)
     if world_size() > 1:
         reserved -= communicator_bytes
     least, most, host = over_ranks([available, -reserved, share], dist.ReduceOp.MIN)

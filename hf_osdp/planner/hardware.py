@@ -299,8 +299,11 @@ class Hardware:
     """Share of a memory limit that plans leave free; None is `CACHING_MARGIN` and `CACHING_BYTES` under NCCL and 0
     under gloo.
     """
+    beside_bytes: int = 0
+    """Memory of each device that other programs have or will take."""
 
     def __post_init__(self) -> None:
+        check_numbers(self, "beside_bytes")
         if self.nodes < 1 or self.devices_per_node < 1:
             raise ValueError(f"nodes={self.nodes} and devices_per_node={self.devices_per_node} must be at least 1.")
         if self.world_size > MOST_RANKS:
@@ -314,6 +317,19 @@ class Hardware:
     @property
     def world_size(self) -> int:
         return self.nodes * self.devices_per_node
+
+    def check_limit(self, limit_bytes: int | None, *, given: str) -> int:
+        """Return what a plan may take under a limit, for None all that other programs leave; errors are those of
+        `DeviceSpec.check_limit`.
+        """
+        limit, left = self.device.check_limit(limit_bytes, given=given), self.device.memory_bytes - self.beside_bytes
+        if left > 0:
+            return min(limit, left)
+        whole = format_bytes(self.device.memory_bytes)
+        raise ValueError(
+            f"Other programs take {format_bytes(self.beside_bytes)} of the {whole} of {self.device.name}, which leaves"
+            " nothing; end them, or lower beside."
+        )
 
     @property
     def summary(self) -> str:

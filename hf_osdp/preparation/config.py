@@ -19,7 +19,7 @@ from ..planner.problem import check_simplicity
 from ..planner.profile import Profile
 from ..planner.split import ModelSplit
 from ..planner.training_job import Communication, Decisions
-from ..quantities import parse_limit
+from ..quantities import parse_limit, parse_share
 
 _TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
     "plan": ((Plan, str, Path), "a Plan or the path of a plan file"),
@@ -37,7 +37,7 @@ _TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
 GROUPS = {
     "Batch": ("sequence_length", "images", "global_batch_size", "micro_batch_size", "batch_by_tokens", "inputs"),
     "Devices": ("hardware", "nodes", "profile", "time_blocks"),
-    "Memory": ("memory_limit", "memory_margin", "also", *HOST_OPTIONS, "recompute", "on_oom"),
+    "Memory": ("memory_limit", "memory_margin", "beside", "also", *HOST_OPTIONS, "recompute", "on_oom"),
     "Layout": (
         "strategy", "simplicity", "block_classes", "operator_splitting", "blocks_per_unit", "split_vocabulary",
         "compile", "plan", "compare",
@@ -87,6 +87,9 @@ class OSDPConfig(Decisions):
     inputs: Callable[[int], Mapping[str, Any]] | None = None
     """A function from a number of samples to forward's keyword arguments, including labels, for a model whose batch
     cannot be derived; Python only. None makes a batch from the model."""
+    beside: int | float | str | None = None
+    """Memory of each device that another program takes, such as vLLM: a share of all of it, such as 0.3, or bytes, such
+    as 24GiB. Default: what others have when planning starts; of vLLM inside TRL, its vllm_gpu_memory_utilization."""
     also: tuple[Any, ...] = ()
     """Models that the script runs forward beside the trained one, such as a teacher; Python only. The plan leaves them
     room and moves them to the device, in shards where that is faster. The Trainer knows its own."""
@@ -181,6 +184,8 @@ class OSDPConfig(Decisions):
         """Refuse values of the wrong type or out of range."""
         if self.memory_limit is not None:
             parse_limit(self.memory_limit)
+        if self.beside is not None:
+            parse_share(self.beside, 2**40, name="beside")
         if self.memory_margin is not None:
             check_margin(self.memory_margin)
         check_simplicity(self.simplicity)
@@ -219,6 +224,10 @@ class OSDPConfig(Decisions):
     def memory_limit_bytes(self) -> int | None:
         """The memory limit in bytes; None for all of the device's memory."""
         return None if self.memory_limit is None else parse_limit(self.memory_limit)
+
+    def beside_bytes(self, device_bytes: int) -> int:
+        """Return what another program takes of a device with so much memory."""
+        return 0 if self.beside is None else parse_share(self.beside, device_bytes, name="beside")
 
     @classmethod
     def from_options(cls, options: Mapping[str, object]) -> OSDPConfig:

@@ -29,6 +29,8 @@ from ..errors import (
     refuse_first,
 )
 from ..measurement.block_times import TimedModel
+from ..measurement.machine import bytes_of_others
+from ..measurement.timing import over_ranks
 from ..modeling.batch import training_batch
 from ..modeling.build import drops_layers
 from ..modeling.split.candidates import possible_splits
@@ -55,7 +57,7 @@ from ..tracing.describe import describe
 from ..tracing.options import ModelRun
 from ..tracing.pictures import UsualBatch
 from .cache import describe_once
-from .job import Beside, Evaluation, Job
+from .job import OTHER_TENSORS, Beside, Evaluation, Job
 from .run_profile import hardware_of_run, times_of_run
 
 _log = logging.getLogger(__name__)
@@ -162,6 +164,7 @@ class ProblemBuilder:
             named = config.hardware if self._profile is None else self._profile.hardware
             hardware = hardware_of_run(named, device_type=job.device_type, nodes=config.nodes)
             hardware = hardware.with_margin(config.memory_margin)
+            hardware = replace(hardware, beside_bytes=self._beside_bytes(hardware))
         refuse_first({
             f"{name}=True, but the CPU trains in the host's own memory; leave {name} out.": job.device_type == "cpu"
             for name in config.asked
@@ -169,13 +172,21 @@ class ProblemBuilder:
         if config.asked:
             host_of(hardware, config.asked[0])
         self.hardware = hardware
-        limit = hardware.device.check_limit(config.memory_limit_bytes, given=f"memory_limit={config.memory_limit!r}")
+        limit = hardware.check_limit(config.memory_limit_bytes, given=f"memory_limit={config.memory_limit!r}")
         self.limit_bytes = limit_after_oom(limit) if after_oom else limit
-        if limit < (config.memory_limit_bytes or 0) and rank() == 0:
+        if limit < (config.memory_limit_bytes or 0) and not hardware.beside_bytes and rank() == 0:
             _log.warning(
                 "memory_limit=%s means all of the %s that torch states of %s.",
                 config.memory_limit, format_bytes(limit), hardware.device.name,
             )  # fmt: skip
+
+    def _beside_bytes(self, hardware: Hardware) -> int:
+        """Return what other programs take of each device: as asked, or as they have it now. Collective."""
+        used = int(over_ranks([bytes_of_others(self.job.device_type)])[0])
+        if used and rank() == 0:
+            _log.warning("Other programs use %s of the device: plans leave them that.", format_bytes(used))
+        asked = self.job.config.beside_bytes(hardware.device.memory_bytes)
+        return max(used, asked - self.job.other_models.get(OTHER_TENSORS, 0))
 
     def build(self, split: ModelSplit = WHOLE_BLOCKS) -> PlanningProblem:
         """Return the problem of the model with a split; raise DescriptionError or ProfileError. Collective if it

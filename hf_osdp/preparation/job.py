@@ -25,6 +25,10 @@ _MOST_DEALT_TOKENS = 2**22
 """Most tokens of a step, padded to the longest, that each rank gathers to deal them: some 100 MB of ids and masks."""
 
 
+OTHER_TENSORS = "tensors of the program"
+"""Among the other models: all else that this process has on the device when planning starts."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
     """The output folder of a run, and what the run writes to it."""

@@ -99,6 +99,7 @@ def _hardware(hardware: Hardware) -> Content:
         "backend": hardware.backend.value,
         "margin": hardware.free_share,
         "margin_bytes": hardware.free_bytes,
+        "beside_bytes": hardware.beside_bytes,
         **plain(hardware.device),
         "host": plain(hardware.host),
         "collectives": plain(hardware.timings),

@@ -129,7 +129,7 @@ def plan_lines(content: Content, *, proof: bool = True) -> list[str]:
     lines, (trained, every) = [], [content["model"][kind] for kind in ("trained_parameters", "parameters")]
     if trained < every:
         lines.append(f"Trained: {format_count(trained)} of {format_count(every)} parameters.")
-    lines.append(_peak_line(plan, estimated))
+    lines += [_peak_line(plan, estimated), *_beside_line(plan, estimated, hardware)]
     if host_bytes := estimated["host_bytes"]:
         line = f"On the host: {format_bytes(host_bytes)} per rank"
         if hardware is not None and (host := hardware["host"]) is not None:
@@ -156,6 +156,18 @@ def _peak_line(plan: Plan, estimated: Content) -> str:
     listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts)
     peak = format_bytes(plan.peak_bytes or estimated["peak_bytes"])
     return f"Peak {peak}{of} in {estimated['peak_phase']} of {estimated['peak_unit']}: {listed}."
+
+
+def _beside_line(plan: Plan, estimated: Content, hardware: Content | None) -> Iterator[str]:
+    """Yield what the plan leaves to the other programs for which it makes room."""
+    if hardware is not None and hardware["beside_bytes"]:
+        whole = hardware["memory_bytes"]
+        needed = (plan.peak_bytes or 0) + estimated["margin_bytes"]
+        yield (
+            f"Beside it: other programs have {format_bytes(hardware['beside_bytes'])},"
+            f" {hardware['beside_bytes'] / whole:.2f} of each device; this plan leaves them up to"
+            f" {math.floor(100 * (whole - needed) / whole) / 100:.2f}."
+        )
 
 
 def _step_line(plan: Plan, estimated: Content, terms: Content) -> str:
