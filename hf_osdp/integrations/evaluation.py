@@ -44,7 +44,7 @@ def evaluation_of(trainer: Any, rule: MicroBatchRule, dataset: Any, collator: An
     if found is not None and not found.is_whole:
         tokens = max(tokens, config.sequence_length or 0)
     length = row_tokens(tokens, None)
-    known = found is not None and length is not None and isinstance(found(1), Mapping) and _runs_stock_steps(trainer)
+    known = found is not None and length is not None and isinstance(found(1), Mapping) and _has_known_steps(trainer)
     if not all(all_gather_objects(known)):
         return None
     assert found is not None and length is not None
@@ -80,10 +80,10 @@ def evaluation_loop(args: TrainingArguments, samples: int | None, *, keeps: bool
     )
 
 
-def _runs_stock_steps(trainer: Any) -> bool:  # noqa: ANN401
-    """Return whether prediction steps are those of transformers."""
+def _has_known_steps(trainer: Any) -> bool:  # noqa: ANN401
+    """Return whether prediction steps are those of transformers or TRL: a forward, of which the loop keeps outputs."""
     own = next(cls for cls in type(trainer).__mro__ if "prediction_step" in vars(cls))
-    return own.__module__.partition(".")[0] in ("transformers", "hf_osdp")
+    return own.__module__.partition(".")[0] in ("transformers", "trl", "hf_osdp")
 
 
 def generation_of(trainer: Any, prompt: int, new_tokens: int | None = None) -> Generation | None:  # noqa: ANN401
@@ -113,6 +113,18 @@ def generation_of(trainer: Any, prompt: int, new_tokens: int | None = None) -> G
         logits_bytes=beams * text.vocab_size * (itemsize + 4 * (1 if beams == 1 else 3)),
         kept_bytes=8 * (tokens + prompt),
     )
+
+
+def rollouts_of(trainer: Any, length: int) -> tuple[Generation, int] | None:  # noqa: ANN401
+    """Return what TRL's trainers generate in a step for prompts and completions of so many tokens, and how many at
+    once; None if they do not, or leave it to vLLM.
+    """
+    args = trainer.args
+    new_tokens, samples = (getattr(args, name, None) for name in ("max_completion_length", "generation_batch_size"))
+    if not new_tokens or not samples or getattr(args, "use_vllm", False):
+        return None
+    made = generation_of(trainer, max(0, length - new_tokens), new_tokens)
+    return None if made is None else (made, -(-samples // args.world_size))
 
 
 def _reason_against_cuts(trainer: Any, rule: MicroBatchRule, batches: Batches) -> str | None:  # noqa: ANN401

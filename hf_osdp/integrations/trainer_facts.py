@@ -33,7 +33,7 @@ from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import reason_against_unit_steps
 from .beside import other_tensors
 from .checkpoints import is_adapted
-from .evaluation import evaluation_of
+from .evaluation import evaluation_of, rollouts_of
 from .micro_batches import reason_against_cuts, reason_against_lengths
 from .samples import Batches, find_batches, find_lengths, row_tokens, with_length_of_inputs
 from .trainer_arguments import planned_arguments, samples_of_step, warn
@@ -99,6 +99,7 @@ def job_of_trainer(
         reads_loss_alone=model_makes_loss and not args.use_liger_kernel,
         trains=trains,
         evaluation=evaluation_of(trainer, rule, *evaluated),
+        rollouts=rollouts_of(trainer, sequence_length) if batches is None else None,
         folder=folder if trains else None,
     )
     return job, rule
@@ -215,9 +216,9 @@ def _batches(trainer: Trainer, config: OSDPConfig, loader: DataLoader[Any] | Non
     if found is not None:
         warn(
             trainer.args,
-            "%s makes its batches inside the step, for example by generation; the estimate covers the model's own"
-            " loss, not"
-            " the memory and time to make them. Lower memory_limit to leave room.", type(trainer).__name__,
+            "%s makes its batches inside the step; the estimate covers the model's own loss and the memory of"
+            " generation, not its time, nor the memory of other work. Lower memory_limit to leave room.",
+            type(trainer).__name__,
         )  # fmt: skip
     return None, length
 

@@ -269,7 +269,8 @@ def traced_prediction(trainer: Trainer, *, loss_alone: bool, generates: bool = F
         items = max(1, given.numel()) if isinstance(given, torch.Tensor) and _counts_items(trainer) else None
         with _examined(trainer, fake_model), only_loss_read(fake_model) if loss_alone else nullcontext():
             with replaced(trainer, _prepare_inputs=dict, _get_num_items_in_batch=lambda *_: items):
-                loss, logits, labels = Trainer.prediction_step(trainer, fake_model, batch, loss_alone or generates)
+                step = partial(Trainer.prediction_step, trainer) if generates else trainer.prediction_step
+                loss, logits, labels = step(fake_model, batch, loss_alone or generates)
             if logits is not None and trainer.preprocess_logits_for_metrics is not None:
                 logits = trainer.preprocess_logits_for_metrics(logits, cast("torch.Tensor", labels))
             if "inputs" in trainer.args.include_for_metrics:

@@ -88,8 +88,8 @@ class OSDPConfig(Decisions):
     """A function from a number of samples to forward's keyword arguments, including labels, for a model whose batch
     cannot be derived; Python only. None makes a batch from the model."""
     beside: int | float | str | None = None
-    """Memory of each device that another program takes, such as vLLM: a share of all of it, such as 0.3, or bytes, such
-    as 24GiB. Default: what others have when planning starts; of vLLM inside TRL, its vllm_gpu_memory_utilization."""
+    """Memory of each device that another program takes, such as vLLM: a share of all of it, such as 0.3, or bytes,
+    such as 24GiB. Default: what others have when planning starts; of vLLM inside TRL, what is configured there."""
     also: tuple[Any, ...] = ()
     """Models that the script runs forward beside the trained one, such as a teacher; Python only. The plan leaves them
     room and moves them to the device, in shards where that is faster. The Trainer knows its own."""

@@ -80,6 +80,36 @@ class FittedEvaluation:
         return f"Evaluation: peak {format_bytes(nbytes + self.outside_bytes)} in {moment}{self.changes}."
 
 
+def fit_rollouts(job: Job, plan: Plan, inputs: PlanInputs) -> tuple[Phase, ...]:
+    """Return what a step's generation needs under a plan, if it generates; raise PreflightError if it does not fit."""
+    if job.rollouts is None:
+        return ()
+    made, samples = job.rollouts
+    needed, (room, outside) = _evaluated(job, plan, inputs).generating(made, samples), _room(job, plan, inputs)
+    if room is not None and needed > room:
+        raise PreflightError(
+            f"Generating {samples} completions at once needs {format_bytes(needed + outside)}, and the limit leaves"
+            f" {format_bytes(room + outside)}; lower steps_per_generation, per_device_train_batch_size or"
+            " max_completion_length."
+        )
+    return (Phase(name="generation", peak_bytes=needed, moment="the last token"),)
+
+
+def _evaluated(job: Job, plan: Plan, inputs: PlanInputs) -> EvaluatedModel:
+    layouts = (replace(layout, activations=Activations.SAVE) for layout in plan.layouts(inputs.description))
+    return EvaluatedModel(
+        description=inputs.description, layouts=tuple(layouts), world_size=plan.world_size, job=inputs.job,
+        trains=job.trains, gathers_in_lists=job.device_type == "cpu",
+    )  # fmt: skip
+
+
+def _room(job: Job, plan: Plan, inputs: PlanInputs) -> tuple[int | None, int]:
+    """Return the bytes that the limit leaves for tensors, None without a limit, and those of the device outside."""
+    limit, hardware = plan.memory_limit_bytes or job.config.memory_limit_bytes, inputs.hardware
+    outside = 0 if hardware is None else hardware.outside_bytes(plan.communicators)
+    return limit if hardware is None or limit is None else hardware.room_bytes(limit) - outside, outside
+
+
 def fit_evaluation(
     job: Job, plan: Plan, inputs: PlanInputs, describe: Callable[[Evaluation], ModelDescription]
 ) -> FittedEvaluation | None:
@@ -88,7 +118,7 @@ def fit_evaluation(
     `describe` describes the model as it evaluates, split and grouped as planned. Raise PreflightError if no loop with
     equal results fits.
     """
-    asked, hardware = job.evaluation, inputs.hardware
+    asked = job.evaluation
     if asked is None:
         return None
 
@@ -104,13 +134,7 @@ def fit_evaluation(
 
     if (description := on_rank_zero(described)) is None:
         return None
-    limit = plan.memory_limit_bytes or job.config.memory_limit_bytes
-    outside = 0 if hardware is None else hardware.outside_bytes(plan.communicators)
-    room = limit if hardware is None or limit is None else hardware.room_bytes(limit) - outside
-    layouts = (replace(layout, activations=Activations.SAVE) for layout in plan.layouts(description))
-    model = EvaluatedModel(
-        description=description, layouts=tuple(layouts), world_size=plan.world_size, job=inputs.job,
-        trains=job.trains, gathers_in_lists=job.device_type == "cpu",
-    )  # fmt: skip
+    model = _evaluated(job, plan, replace(inputs, description=description))
+    room, outside = _room(job, plan, inputs)
     fitted = FittedEvaluation(asked=asked, model=model, loop=asked.loop, room_bytes=room, outside_bytes=outside)
     return fitted.of(asked.loop)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import refuse_first
-from ..planner.cost.evaluation import EvaluationLoop
+from ..planner.cost.evaluation import EvaluationLoop, Generation
 from ..planner.lengths import Lengths
 from ..planner.optimizers import impossible_places
 from ..planner.placement import ACTIVATION_OPTION
@@ -114,6 +114,8 @@ class Job:
     """The model is trained, not only evaluated."""
     evaluation: Evaluation | None = None
     """The run's evaluation; None if there is none, or what it runs is not known."""
+    rollouts: tuple[Generation, int] | None = None
+    """What a step generates to train on, and for how many samples of a process at once."""
     folder: RunFolder | None = None
     """The run's output folder; None if unknown."""
     capability: tuple[int, int] | None = None

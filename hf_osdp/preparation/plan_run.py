@@ -29,7 +29,7 @@ from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
 from ..sharding.environment import uses_host
 from .config import OSDPConfig
-from .evaluation import FittedEvaluation, fit_evaluation
+from .evaluation import FittedEvaluation, fit_evaluation, fit_rollouts
 from .find_plan import Describer, find_plan, plan_from_rank_zero
 from .job import Evaluation, Job
 from .preflight import Finding, find_problems
@@ -119,8 +119,9 @@ def plan_run(model: nn.Module, job: Job) -> PlannedRun:
         return grouped_as_planned(found, run.plan)
 
     evaluation = fit_evaluation(job, run.plan, run.inputs, as_it_evaluates)
-    if evaluation is not None:
-        run = replace(run, inputs=replace(run.inputs, others=(evaluation.phase,)))
+    others = fit_rollouts(job, run.plan, run.inputs)
+    others += () if evaluation is None else (evaluation.phase,)
+    run = replace(run, inputs=replace(run.inputs, others=others))
     return replace(
         run, planning_s=planning_s, findings=_findings(run, job, model), trains=job.trains, evaluation=evaluation,
         budget=budget,

@@ -104,11 +104,21 @@ CASES = {
     "seq2seq": Case(model=seq2seq, vocabulary=32128, decoder=32, metrics=True),
     "seq2seq, generates": Case(model=seq2seq, vocabulary=32128, decoder=32, metrics=True, generates=True),
     "seq2seq, generates with beams": Case(
-        model=seq2seq, vocabulary=32128, decoder=8, metrics=True, generates=True,
+        model=seq2seq,
+        vocabulary=32128,
+        decoder=8,
+        metrics=True,
+        generates=True,
         arguments={"generation_num_beams": 4, "generation_max_length": 96},
     ),
     "seq2seq, generates on two ranks": Case(
-        model=seq2seq, vocabulary=32128, decoder=8, metrics=True, generates=True, ranks=2, osdp={"strategy": "fsdp"},
+        model=seq2seq,
+        vocabulary=32128,
+        decoder=8,
+        metrics=True,
+        generates=True,
+        ranks=2,
+        osdp={"strategy": "fsdp"},
         arguments={"generation_num_beams": 2, "generation_max_length": 96},
     ),
 }

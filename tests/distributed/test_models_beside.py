@@ -16,44 +16,55 @@ from tests.distributed.test_trainers_of_others import _texts, _tokenizer
 from tests.helpers.distributed import run_ranks
 
 
-def llama(width: int = 32, seed: int = 0, layers: int = 12) -> LlamaForCausalLM:
+def llama(width: int = 32, seed: int = 0, layers: int = 12, vocabulary: int = 32) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(
-        hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, num_attention_heads=2, vocab_size=32,
+        hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, num_attention_heads=2,
+        vocab_size=vocabulary,
         pad_token_id=1,
     ))  # fmt: skip
 
 
+SETTINGS = {
+    "per_device_train_batch_size": 2, "max_steps": 3, "logging_steps": 1, "report_to": [], "save_strategy": "no",
+    "max_length": 32, "disable_tqdm": True, "bf16": False,
+}  # fmt: skip
+
+
+def chat_tokenizer() -> Any:
+    tokenizer = _tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    return tokenizer
+
+
+def preferences() -> Dataset:
+    return Dataset.from_dict({"prompt": _texts(12, 3), "chosen": _texts(12, 5), "rejected": _texts(12, 4)})
+
+
+def conversations() -> Dataset:
+    texts = [{"role": "user", "content": text} for text in _texts(12, 5)]
+    answers = [{"role": "assistant", "content": text} for text in _texts(12, 4)]
+    return Dataset.from_dict({"messages": [list(pair) for pair in zip(texts, answers, strict=True)]})
+
+
 def dpo(folder: str, osdp: Any, width: int = 64, **more: Any) -> Any:
-    args = trl.DPOConfig(
-        folder, use_cpu=True, per_device_train_batch_size=2, max_steps=3, logging_steps=1, report_to=[],
-        save_strategy="no", max_length=32, disable_tqdm=True, bf16=False, **more,
-    )  # fmt: skip
-    columns = {"prompt": _texts(12, 3), "chosen": _texts(12, 5), "rejected": _texts(12, 4)}
+    args = trl.DPOConfig(folder, use_cpu=True, **SETTINGS, **more)
     kind = trl.DPOTrainer if osdp is None else with_osdp(trl.DPOTrainer)
     extra = {} if osdp is None else {"osdp": osdp}
     return kind(
-        model=llama(), ref_model=llama(width, seed=1), args=args, train_dataset=Dataset.from_dict(columns),
+        model=llama(), ref_model=llama(width, seed=1), args=args, train_dataset=preferences(),
         processing_class=_tokenizer(), **extra,
     )  # fmt: skip
 
 
 def gkd(folder: str, osdp: Any) -> Any:
     experimental = pytest.importorskip("trl.experimental.gkd")
-    args = experimental.GKDConfig(
-        folder, use_cpu=True, per_device_train_batch_size=2, max_steps=3, logging_steps=1, report_to=[],
-        save_strategy="no", max_length=32, disable_tqdm=True, bf16=False, lmbda=0.0,
-    )  # fmt: skip
-    texts = [{"role": "user", "content": text} for text in _texts(12, 5)]
-    answers = [{"role": "assistant", "content": text} for text in _texts(12, 4)]
-    tokenizer = _tokenizer()
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    args = experimental.GKDConfig(folder, use_cpu=True, lmbda=0.0, **SETTINGS)
     kind = experimental.GKDTrainer if osdp is None else with_osdp(experimental.GKDTrainer)
     extra = {} if osdp is None else {"osdp": osdp}
     return kind(
-        model=llama(layers=2), teacher_model=llama(64, seed=1), args=args, processing_class=tokenizer,
-        train_dataset=Dataset.from_dict({"messages": [list(pair) for pair in zip(texts, answers, strict=True)]}),
-        **extra,
+        model=llama(layers=2), teacher_model=llama(64, seed=1), args=args, processing_class=chat_tokenizer(),
+        train_dataset=conversations(), **extra,
     )  # fmt: skip
 
 

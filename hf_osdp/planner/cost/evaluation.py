@@ -135,11 +135,7 @@ class EvaluatedModel:
         between += resident_bytes(description, job, size, all_kinds)
         yield "between batches", between + before
         if (made := loop.generation) is not None:
-            # each token gathers all units, also those that stay after a forward
-            count, gathers = loop.batch_size, self._gathers(units, job, batch)
-            forward = count * made.scores_bytes + max(count * made.growth_bytes, gathers)
-            taken = count * made.cache_bytes + max(count * made.logits_bytes, forward)
-            yield "generation", between - stays + before + taken
+            yield "generation", between - stays + before + self._generates(made, loop.batch_size, units, job, batch)
         if self.world_size > 1:
             copies = 2 if self.gathers_in_lists else 1
             yield "gathering outputs", between + kept * gathered + own + copies * gathered
@@ -149,6 +145,24 @@ class EvaluatedModel:
             # an incomplete last batch is complete before it is gathered, and then a view
             last = gathered if self.world_size > 1 else outputs.bytes(all_samples - kept * samples)
             yield "joining the outputs of batches", between + kept * gathered + last + outputs.bytes(all_samples)
+
+    def generating(self, made: Generation, samples: int) -> int:
+        """Return the bytes at the highest moment of a generation for so many samples at once."""
+        batch = Batch(micro_batch_size=1, accumulation_steps=1)
+        units, _ = layout_terms(self.description, self.layouts, self.world_size, self.job, batch)
+        rest = sum(unit.parameters + unit.optimizer for unit in units)
+        rest += resident_bytes(self.description, replace(self.job, holds_outputs=False), 0, all_kinds)
+        return rest + self._generates(made, samples, units, self.job, batch)
+
+    def _generates(
+        self, made: Generation, samples: int, units: Sequence[UnitBytes], job: TrainingJob, batch: Batch
+    ) -> int:
+        """Return what is there at the last token, each of which gathers all units, also those that stay after a
+        forward.
+        """
+        gathers = self._gathers(units, job, batch) + sum(unit.copies for unit in units)
+        forward = samples * made.scores_bytes + max(samples * made.growth_bytes, gathers)
+        return samples * made.cache_bytes + max(samples * made.logits_bytes, forward)
 
     @property
     def standing_bytes(self) -> int:

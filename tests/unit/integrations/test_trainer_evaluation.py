@@ -63,9 +63,7 @@ def test_cache_takes_what_generation_has_in_the_end(tmp_path, make):
 
 def test_generation_is_refused_before_training_where_its_cache_cannot_fit(tmp_path):
     generates = {"predict_with_generate": True, "generation_num_beams": 4, "per_device_eval_batch_size": 16}
-    with pytest.raises(
-        PreflightError, match=r"in batches of 8 needs .* \(generation\), .*; set per_device_"
-    ):
+    with pytest.raises(PreflightError, match=r"in batches of 8 needs .* \(generation\), .*; set per_device_"):
         trainer_of(tmp_path, t5(), rows(), limit="8MiB", generation_max_length=4096, **generates).train()
     trainer = trainer_of(tmp_path, t5(), rows(), limit="8MiB", generation_max_length=16, **generates)
     assert trainer.plan is not None and trainer._run.evaluation.loop.generation is not None
