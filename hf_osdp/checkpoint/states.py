@@ -9,7 +9,8 @@ import random
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.checkpoint.stateful import Stateful
+from transformers import PreTrainedModel
+from transformers.utils import CONFIG_NAME
 
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank
@@ -29,7 +32,7 @@ from ..distributed.process_group import gloo_group
 from ..errors import CheckpointError, first_line, one_line
 from ..modeling.identity import optimizer_texts
 from ..modeling.split.names import merged_names
-from ..modeling.units import canonical_name, named_parameters
+from ..modeling.units import canonical_name, class_of, named_parameters
 from ..sharding.gradients import local
 from ..sharding.optimizers import kind_of
 from ..sharding.replicas import is_under_plan
@@ -192,6 +195,8 @@ def load_model(folder: Path, model: nn.Module, *, index: int = 0, trainable_only
 
     def read() -> dict[str, torch.Tensor]:
         weights = layouts.read_weights(path)
+        if not trainable_only and weights.keys() - targets.keys():
+            weights = _under_own_names(weights, model, path)
         names = _saved_names(weights, targets, path, strict=not trainable_only)
         return {name: weights[saved] for name, saved in names.items()}
 
@@ -267,6 +272,22 @@ def _read_on_rank_zero(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     on_rank_zero(lambda: found.update(read()))
     return found
+
+
+def _under_own_names(weights: dict[str, Any], model: nn.Module, path: Path) -> dict[str, Any]:
+    """Return weights that transformers has saved under other names, as it does for vision-language models, under those
+    of the model, read by transformers; else these weights.
+    """
+    cls: Any = class_of(model)
+    if not issubclass(cls, PreTrainedModel) or not (path.parent / CONFIG_NAME).exists():
+        return weights
+    with warnings.catch_warnings(), suppress(OSError, ValueError, RuntimeError):
+        loaded, found = cls.from_pretrained(
+            path.parent, config=deepcopy(model.config), dtype="auto", output_loading_info=True
+        )
+        if not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")):
+            return dict(loaded.state_dict())
+    return weights
 
 
 def _saved_names(

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 aten = torch.ops.aten
 
@@ -21,9 +21,11 @@ DEVICE = torch.device("cpu")
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, floating_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a fake tensor of the same shape and strides; a floating-point one gets `floating_dtype` if given."""
+    """Return a fake tensor of the same shape and strides, whose memory no trace counts; a floating-point one gets
+    `floating_dtype` if given.
+    """
     dtype = floating_dtype if floating_dtype is not None and tensor.is_floating_point() else tensor.dtype
-    with mode:
+    with _disable_current_modes(), mode:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=DEVICE)
 
 

@@ -36,18 +36,18 @@ def of_rows(kind: type = Trainer, arguments: type = transformers.TrainingArgumen
 
 def dpo(job: Job, args: dict[str, Any], osdp: OSDPConfig) -> Any:
     trl = pytest.importorskip("trl")
-    args = {**SETTINGS, "max_length": 128, **args}
+    args = {**SETTINGS, "max_length": 128, "per_device_eval_batch_size": 4, **args}
     return with_osdp(trl.DPOTrainer)(
-        model=job.model(), ref_model=llama(256, 1, 6, 4096), args=trl.DPOConfig(**args), train_dataset=preferences(),
+        model=job.model(), ref_model=llama(256, 1, 24, 512), args=trl.DPOConfig(**args), train_dataset=preferences(),
         eval_dataset=preferences(), processing_class=_tokenizer(), osdp=osdp,
     )  # fmt: skip
 
 
 def gkd(job: Job, args: dict[str, Any], osdp: OSDPConfig) -> Any:
     experimental = pytest.importorskip("trl.experimental.gkd")
-    args = {**SETTINGS, "max_length": 128, "lmbda": 0.0, **args}
+    args = {**SETTINGS, "max_length": 128, "lmbda": 0.0, "per_device_eval_batch_size": 4, **args}
     return with_osdp(experimental.GKDTrainer)(
-        model=job.model(), teacher_model=llama(256, 1, 6, 4096), args=experimental.GKDConfig(**args),
+        model=job.model(), teacher_model=llama(256, 1, 24, 512), args=experimental.GKDConfig(**args),
         train_dataset=conversations(), eval_dataset=conversations(), processing_class=chat_tokenizer(), osdp=osdp,
     )  # fmt: skip
 
@@ -71,7 +71,7 @@ def llava() -> torch.nn.Module:
 
 
 def student() -> torch.nn.Module:
-    return llama(128, 0, 4, 4096)
+    return llama(128, 0, 4, 512)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -169,6 +169,13 @@ bool convolution(const std::string& name, Stack& s) {
   return true;
 }
 
+// CUDA's kernel does without the buffer that the CPU's forward fills.
+bool log_sigmoid_backward(const std::string& name, Stack& s) {
+  if (name != "aten::log_sigmoid_backward") return false;
+  s = {s[0].toTensor() * at::sigmoid(-s[1].toTensor())};
+  return true;
+}
+
 // CUDA's softmax takes half values to floats, and gradients back: the CPU's is given floats.
 void widen_softmax(const std::string& name, Stack& s) {
   if ((name == "aten::_softmax" || name == "aten::_log_softmax") && s[2].toBool()) {
@@ -218,7 +225,8 @@ struct Job {  // on CPU tensors over the device's memory
   c10::OperatorHandle op;
   Stack args, outputs;
   void call(Stack& s) const {
-    if (attention(op.schema().name(), s) || convolution(op.schema().name(), s)) return;
+    const std::string& name = op.schema().name();
+    if (attention(name, s) || convolution(name, s) || log_sigmoid_backward(name, s)) return;
     widen_softmax(op.schema().name(), s);
     op.callBoxed(&s);
   }
@@ -244,6 +252,7 @@ struct Job {  // on CPU tensors over the device's memory
     for (size_t i = 0; i < found.size() && i < outputs.size(); i++) {
       const auto* alias = op.schema().returns()[i].alias_info();
       if (alias && alias->isWrite() && !wide) continue;  // written in place
+      if (i && op.schema().name() == "aten::log_sigmoid_forward") continue;  // the buffer
       if (found[i].isTensor() && outputs[i].isTensor()) write(outputs[i].toTensor(), found[i].toTensor());
       if (found[i].isTensorList() && outputs[i].isTensorList()) {
         auto to = outputs[i].toTensorVector(), from = found[i].toTensorVector();
