@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -104,7 +105,7 @@ def apply_plan(
     if mp_policy is not None:
         view_in(model, mp_policy.param_dtype)
         frozen_norms_keep_dtype(model)
-    named, replaced = named_parameters(model), list[nn.Parameter]()  # `view_in` has made others
+    named = named_parameters(model)  # `view_in` has made others
     # FSDP2 refuses parameters without dimensions, and fails with empty ones.
     ignored = {parameter for parameter in named.values() if not (parameter.dim() and parameter.numel())}
     managed = [unit for unit in found if _is_managed(unit.decision, plan, mp_policy)]
@@ -113,13 +114,15 @@ def apply_plan(
     # Copies that overlap computation need page-locked memory; on the CPU FSDP2 fails with it.
     pin_memory = meshes.device_type != "cpu" if pin_memory is None else pin_memory
     if managed:
-        replaced = [parameter for parameter in model.parameters() if parameter not in ignored]
+        # a reference would keep all of them, whole, on the device until the last is sharded
+        replaced = [weakref.ref(parameter) for parameter in model.parameters() if parameter not in ignored]
+        named.clear()
         _shard_units(model, managed, ignored, meshes, mp_policy or MixedPrecisionPolicy(), pin_memory)
         clip_across_meshes()
         refuse_partial_use()
     replicas = _replicate(model, found, ignored, meshes, mp_policy) if plan.world_size > 1 else None
     if managed:
-        UnitOrder(model, units, replicas, replaced)
+        UnitOrder(model, units, replicas, [whole for reference in replaced if (whole := reference()) is not None])
     else:
         list(map(save_whole, model.modules()))
     return model
