@@ -4,6 +4,7 @@ part takes at most, as torch's allocator counts it, against its estimate.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 import transformers
 
 from hf_osdp import OSDPConfig, Trainer, with_osdp
+from hf_osdp.measurement.machine import _OWN_BYTES
+from hf_osdp.planner.presets import preset
 from tests.distributed.test_models_beside import SETTINGS, chat_tokenizer, conversations, llama, preferences
 from tests.distributed.test_trainers_of_others import _tokenizer
 from tests.helpers.sampling import slow_but
@@ -185,3 +188,28 @@ def test_parts_of_a_job_take_what_the_estimates_say(tmp_path: Path, name: str) -
             assert measured <= room
             assert -0.01 <= estimated / measured - 1, part
         assert {"training step", "evaluation", "save of whole tensors"} <= parts.keys()
+
+
+def _limits(taken: int) -> tuple[int, int, int]:
+    """Plan while others have taken so many bytes of the device, and this process holds 100 MiB of tensors; return the
+    plan's limit, what is left out of it, and the bytes of the tensors."""
+    libraries = Path(torch.__file__).parents[1] / "nvidia"
+    runtime = ctypes.CDLL(str(next(libraries.rglob("libcudart.so*"))))
+    pointer = ctypes.c_void_p()
+    assert taken == 0 or runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(taken)) == 0
+    own = torch.empty(100 * 2**20, dtype=torch.uint8, device="cuda")
+    args = transformers.TrainingArguments("unused", max_steps=1, report_to="none", save_strategy="no")
+    config = OSDPConfig(hardware="a100-40", report=False, beside=2**30)
+    trainer = Trainer(model=causal(), args=args, train_dataset=rows(8, 50257, 0, 0), osdp=config)
+    plan = trainer.plan
+    others = trainer._run.inputs.description.other_bytes
+    del own
+    return plan.memory_limit_bytes, trainer._run.hardware.beside_bytes, others
+
+
+def test_what_others_use_is_left_out_of_the_limit():
+    whole = preset("a100-40").device.memory_bytes
+    for taken, left_out in ((0, 2**30 - 100 * 2**20), (8 * 2**30, 8 * 2**30 - _OWN_BYTES)):
+        (found,) = on_devices(_limits, 1, taken, memory="40G", env=MEMORY_ALONE, joins=False)
+        assert found[1:] == (left_out, 100 * 2**20)
+        assert found[0] == whole - left_out

@@ -23,6 +23,7 @@ from accelerate.utils import (
 )
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
+from transformers import TrainingArguments
 
 from hf_osdp.checkpoint.folders import MANIFEST_NAME
 from hf_osdp.checkpoint.resume import last_checkpoint
@@ -31,6 +32,7 @@ from hf_osdp.distributed.launcher import launched_rank, launched_world_size
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.distributed.stop import EXIT_CODE
 from hf_osdp.integrations.accelerator import OSDPAccelerator
+from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.presets import preset
 from hf_osdp.preparation.config import OSDPConfig
@@ -42,6 +44,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import mixed_plan, plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 from tests.helpers.models import tiny_model as core_model
+from tests.helpers.vision import tiny_vision
 
 SHARDED, WHOLE = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
 
@@ -297,3 +300,28 @@ def test_two_optimizers_of_one_model_resume_in_both_layouts(tmp_path):
     for names in (("optimizer_0", "optimizer_1"), ("optimizer.bin", "optimizer_1.bin")):
         layout = tmp_path / (SHARDED if names[0].endswith("0") else WHOLE)
         assert all((layout / name).exists() for name in names)
+
+
+def test_a_vision_language_model_resumes_from_names_that_transformers_writes(tmp_path):
+    """The stock Trainer warns of missing weights and goes on with new ones (transformers 5.23)."""
+    dice = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 90, (16, 24), generator=dice)
+    ids[:, 4:20] = 100
+    pictures = torch.rand(16, 3, 32, 32, generator=dice)
+    rows = [{"input_ids": row, "labels": row, "pixel_values": one} for row, one in zip(ids, pictures, strict=True)]
+
+    def losses(steps: int, resumes: bool | None = None) -> list[float]:
+        args = TrainingArguments(
+            str(tmp_path), use_cpu=True, max_steps=steps, save_steps=2, logging_steps=1, report_to="none",
+            per_device_train_batch_size=2, disable_tqdm=True, lr_scheduler_type="constant", learning_rate=1e-2,
+        )  # fmt: skip
+        model = tiny_vision("LlavaForConditionalGeneration").float()
+        trainer = Trainer(model=model, args=args, train_dataset=rows, osdp={"hardware": "cpu", "report": False})
+        trainer.train(resume_from_checkpoint=resumes)
+        return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+    losses(2)
+    resumed = losses(4, resumes=True)
+    for folder in tmp_path.iterdir():
+        shutil.rmtree(folder)
+    assert resumed == pytest.approx(losses(4), rel=1e-5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_osdp.quantities import format_bytes, format_count, format_seconds, parse_bytes
+from hf_osdp.quantities import format_bytes, format_count, format_seconds, parse_bytes, parse_share
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,16 @@ def test_parse_bytes_reads_numbers_with_and_without_units(text, nbytes):
 ])  # fmt: skip
 def test_quantities_are_written_in_units_that_suit(write, value, text):
     assert write(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "nbytes"), [(0.25, 256), ("0.25", 256), ("1KiB", 1024), (2048, 2048), ("0.5 GiB", 2**29)]
+)
+def test_shares_are_below_one_and_bytes_above(value, nbytes):
+    assert parse_share(value, 1024, name="beside") == nbytes
+
+
+@pytest.mark.parametrize("value", ["30%", -1, 1, "much"])
+def test_other_shares_are_refused(value):
+    with pytest.raises(ValueError, match="beside="):
+        parse_share(value, 1024, name="beside")

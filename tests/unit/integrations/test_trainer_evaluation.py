@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from datasets import Dataset
 from torch import nn
 
 from hf_osdp.errors import PreflightError
 from hf_osdp.integrations.evaluation import generation_of
 from hf_osdp.integrations.trainer import with_osdp
+from tests.distributed.test_trainers_of_others import _texts, _tokenizer
 
 LENGTH, NEW = 12, 9
 
@@ -90,3 +93,39 @@ def test_evaluation_is_refused_before_training_with_a_batch_size_that_fits(tmp_p
         else:
             with pytest.raises(PreflightError, match=f"batches of {size + 1} needs"):
                 trainer.plan  # noqa: B018
+
+
+def test_rollouts_that_cannot_fit_are_refused_before_training_with_what_to_lower(tmp_path):
+    trl = pytest.importorskip("trl", reason="needs the extra `trainers`")
+    args = trl.GRPOConfig(
+        str(tmp_path), use_cpu=True, report_to="none", max_steps=1, save_strategy="no", num_generations=2,
+        per_device_train_batch_size=2, gradient_accumulation_steps=8, max_completion_length=4096, bf16=False,
+    )  # fmt: skip
+
+    def trainer(limit: str) -> Any:
+        return with_osdp(trl.GRPOTrainer)(
+            model=llama(), args=args, train_dataset=Dataset.from_dict({"prompt": _texts(8, 3)}),
+            processing_class=_tokenizer(), reward_funcs=lambda completions, **rest: [0.0] * len(completions),
+            osdp={"memory_limit": limit, "hardware": "cpu", "report": False},
+        )  # fmt: skip
+
+    with pytest.raises(
+        PreflightError, match=r"Generating 16 completions at once needs .*; lower steps_per_generation"
+    ):
+        trainer("16MiB").plan  # noqa: B018
+    run = trainer("8GiB")
+    assert run.plan is not None
+    (generation,) = run._run.inputs.others
+    assert generation.name == "generation"
+    assert generation.peak_bytes > 16 * 2 * 3 * 16 * 4 * 4096  # 16 caches of 3 layers, two heads of 8
+
+
+def test_vllm_inside_trl_gets_its_share(tmp_path):
+    asked = SimpleNamespace(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.25)
+    trainer = trainer_of(tmp_path, llama(), rows())
+    for name, value in vars(asked).items():
+        setattr(trainer.args, name, value)
+    assert trainer.plan is not None
+    run = trainer._run
+    assert run.hardware.beside_bytes == round(0.25 * run.hardware.device.memory_bytes)
+    assert run.plan.memory_limit_bytes == 2**30

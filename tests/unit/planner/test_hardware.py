@@ -126,3 +126,13 @@ def test_nominal_size_of_a_card_means_all_of_it(stated, asked, limit):
             device.check_limit(asked * GIB, given="memory_limit='96GiB'")
     else:
         assert device.check_limit(asked and asked * GIB, given="") == int(limit * GIB)
+
+
+def test_other_programs_keep_what_they_have():
+    alone = preset("a100-80")
+    whole = alone.device.memory_bytes
+    shared = replace(alone, beside_bytes=30 * GIB)
+    assert shared.check_limit(None, given="") == shared.check_limit(whole, given="") == whole - 30 * GIB
+    assert shared.check_limit(8 * GIB, given="") == 8 * GIB
+    with pytest.raises(ValueError, match="which leaves nothing; end them, or lower beside"):
+        replace(alone, beside_bytes=whole).check_limit(8 * GIB, given="")
