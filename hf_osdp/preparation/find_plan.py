@@ -261,7 +261,8 @@ class ProblemBuilder:
         Collective.
         """
         config = self.job.config
-        if self._splits_vocabulary or not config.operator_splitting or config.strategy != Strategy.OSDP.value:
+        impossible = self._splits_vocabulary or self.job.activation_checkpointing
+        if impossible or not config.operator_splitting or config.strategy != Strategy.OSDP.value:
             return ()
         split = self.for_job(self.job.asking(split_vocabulary=True)).find()
         script = "split_vocabulary=True in a loop that reads only the loss"
