@@ -33,7 +33,7 @@ from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import bind_optimizer, reason_against_unit_steps
 from ..sharding.replicas import is_under_plan
 from .announce import announce_result, plan_and_announce
-from .beside import ModelsBeside, other_tensors
+from .beside import ModelsBeside
 from .checkpoints import AcceleratorCheckpoints
 from .micro_batches import refuse_lengths
 from .plugin import OSDPPlugin, unwrapped
@@ -169,11 +169,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
             activation_checkpointing=bool(self.plugin.activation_checkpointing),
             against_unit_steps=next(filter(None, map(reason_against_unit_steps, made)), None),
             trains=any(optimizers),
-            other_models={
-                "models beside": self.beside.whole_bytes,
-                **other_tensors(self.device, [model, *self.beside.models]),
-            },
-            beside=self.beside.bytes(),
+            **self.beside.facts(model),
             folder=project_folder(self.project_configuration),
         )
         prepare_model(model, job.precision)

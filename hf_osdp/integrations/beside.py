@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -82,6 +83,11 @@ class ModelsBeside:
             whole_bytes=self.whole_bytes, sharded_bytes=sum(one.standing_bytes for one in sharded),
             gathered_bytes=tuple(gathered),
         )  # fmt: skip
+
+    def facts(self, model: nn.Module) -> dict[str, Any]:
+        """Return what a `Job` knows of the models beside one that a loop trains. Collective."""
+        others = {"models beside": self.whole_bytes, **other_tensors(self._device, [model, *self.models])}
+        return {"other_models": others, "beside": self.bytes()}
 
     def place(self, *, sharded: bool) -> None:
         """Move the models to the device, whole or in shards. Collective."""

@@ -38,6 +38,7 @@ from ..sharding.optimizers import kind_of
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.steps import micro_step
 from .announce import announce_result, plan_and_announce
+from .beside import ModelsBeside
 from .micro_batches import parts_of_step, refuse_lengths
 from .plugin import unwrapped
 from .samples import with_length_of_inputs
@@ -115,6 +116,7 @@ class OptimalShardedDataParallel(nn.Module):
         prepare_model(model, precision)
         if isinstance(optimizer, str):
             optimizer = spec_of_trainer_name(optimizer, device_type=device.type)
+        beside = ModelsBeside(device, config.also)
         job = Job(
             config=config,
             world_size=world_size(),
@@ -123,8 +125,10 @@ class OptimalShardedDataParallel(nn.Module):
             optimizer=optimizer or spec_of_optimizer(None, device_type=device.type),
             cuts_by_length=bool(config.batch_by_tokens),
             against_unit_steps=None if optimizer is None else "only the optimizer's OptimizerSpec is known",
+            **beside.facts(model),
         )
         run = self._run = plan_and_announce(model, job)
+        beside.place(sharded=run.shards_beside)
         self.plan: Plan = run.plan
         self.report: PlanEstimate | None = run.estimate
         self.measured: Observation | None = None

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import trl
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_osdp import with_osdp
+from hf_osdp import OptimalShardedDataParallel, OSDPAccelerator, OSDPConfig, with_osdp
 from hf_osdp.sharding.replicas import is_under_plan
 from tests.distributed.test_trainers_of_others import _texts, _tokenizer
 from tests.helpers.distributed import run_ranks
@@ -100,3 +101,38 @@ def test_trainers_whose_model_beside_is_sharded_equal_stock(tmp_path, name):
     assert sharded[2] <= whole[2] - less
     for got in (whole[0], sharded[0]):
         assert got == [pytest.approx(row, rel=2e-4) for row in stock[0]]
+
+
+def distilled(kind: str, limit: int | None) -> tuple[list[float], int, bool]:
+    """Losses of a student and a teacher that is given as `also`, in an Accelerate loop or a plain one."""
+    student, teacher = llama(32, 0, 4).double(), llama(64, 1, 24).double().eval()
+    ids = torch.randint(2, 32, (8, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
+    sizes = {"sequence_length": 16, "global_batch_size": 16, "micro_batch_size": 8, "recompute": False}
+    config = OSDPConfig(strategy="fsdp", hardware="cpu", also=(teacher,), memory_limit=limit, report=False, **sizes)
+    optimizer: torch.optim.Optimizer
+    if kind == "plain":
+        model = OptimalShardedDataParallel(student, config)
+        optimizer, plan = torch.optim.AdamW(model.parameters(), lr=1e-3), model.plan
+    else:
+        accelerator = OSDPAccelerator(cpu=True, osdp=config)
+        model, optimizer = accelerator.prepare(student, torch.optim.AdamW(student.parameters(), lr=1e-3))
+        plan = accelerator.planned_run.plan
+    losses = []
+    for _ in range(3):
+        with torch.no_grad():
+            wanted = teacher(input_ids=ids, use_cache=False).logits
+        loss = (model(input_ids=ids, use_cache=False).logits - wanted).pow(2).mean()
+        accelerator.backward(loss) if kind != "plain" else loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, plan.peak_bytes, any(map(is_under_plan, teacher.modules()))
+
+
+@pytest.mark.parametrize("kind", ["plain", "accelerate"])
+def test_a_teacher_of_a_loop_is_sharded_and_gives_the_same_losses(kind):
+    whole = run_ranks(distilled, 2, kind, None)[0]
+    sharded = run_ranks(distilled, 2, kind, whole[1] - 2**20)[0]
+    assert (whole[2], sharded[2]) == (False, True)
+    assert sharded[0] == pytest.approx(whole[0], rel=1e-12)
+    assert sharded[1] <= whole[1] - 2**20
