@@ -180,7 +180,7 @@ TRAININGS = {
     "fsdp, evaluates first": Training(osdp={"strategy": "fsdp"}, evaluates=True),
     "adafactor": Training(
         build=partly_frozen, arguments={"optim": "adafactor"}, osdp=SMALL, tolerance=1e-6, resumes=1e-6,
-        check=units_are_whole, slow=False,
+        check=units_are_whole,
     ),
     "adamw_torch_8bit": Training(**EIGHT, resumes=1e-3, within=eagerly),
     "adamw_torch_8bit, compiled": Training(**EIGHT, resumes=1e-3),

@@ -92,6 +92,7 @@ def test_estimated_peak_is_near_the_measured_one(kind, tmp_path):
         assert peaks[0] == pytest.approx(peaks[1], rel=0.06), peaks
 
 
+@pytest.mark.slow  # each loss by itself is in tests/compatibility
 @pytest.mark.on_ranks(2, init=False, timeout_s=200)
 def test_datasets_with_losses_of_their_own_train_as_in_stock(tmp_path):
     st = pytest.importorskip("sentence_transformers", reason="needs the extra `trainers`")

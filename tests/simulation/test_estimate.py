@@ -25,7 +25,6 @@ DAILY_LAYOUTS = [
     # Llama's head: its gradient lives on while it is reduced, beside what lies between two stages
     replace(TINY, model="llama", layout="two_stage", precision="bf16"),
     replace(TINY, layout="zero2", optimizer=OptimizerStep.FOREACH),
-    replace(TINY, layout="ddp", world=1, precision="bf16", samples=2),
     replace(CPU, holds_outputs=True),
     replace(CPU, layout="mixed", length=64, samples=1, steps=3, hold=(True, True, False)),
     Trial(model="dropout", precision="bf16", checkpointing=True),
@@ -33,6 +32,7 @@ DAILY_LAYOUTS = [
     replace(TINY, model="small llama", precision="bf16", device_type="cuda", steps=3, hold=(True,)),
 ]
 SLOW_LAYOUTS = [
+    replace(TINY, layout="ddp", world=1, precision="bf16", samples=2),
     *(replace(CPU, layout=layout) for layout in LAYOUTS if layout != "mixed"),
     *(replace(TINY, model="llama", layout=layout) for layout in ("two_stage", "zero3")),
     *(replace(CPU, layout=layout, length=64, samples=1, steps=3, hold=(hold,))

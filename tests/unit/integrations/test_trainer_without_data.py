@@ -70,10 +70,10 @@ def test_plan_for_evaluation_trains_with_micro_batch_of_arguments_only(tmp_path)
 
 def test_pruned_model_whose_modules_hold_weights_with_a_history_trains_as_in_stock(tmp_path):
     def loss(kind):
-        model = tiny_model("llama", layers=2)
+        model = tiny_model("llama", layers=1)
         for layer in model.model.layers:
             prune.l1_unstructured(layer.mlp.down_proj, "weight", amount=0.5)
-        trainer = made(tmp_path, kind, model, train_dataset=rows(), arguments={"max_steps": 3, "logging_steps": 1})
+        trainer = made(tmp_path, kind, model, train_dataset=rows(), arguments={"max_steps": 2, "logging_steps": 1})
         trainer.train()
         return [(line["loss"], line["grad_norm"]) for line in trainer.state.log_history if "loss" in line]
 
