@@ -50,13 +50,6 @@ def test_model_and_its_configuration_give_one_description(configuration, real_mo
     assert order == ["model.embed_tokens", "", "model.layers.0", "model.layers.1", "", "lm_head", ""]
 
 
-def test_describe_refuses_more_tokens_than_positions(configuration):
-    config = configuration("RobertaForMaskedLM")  # the first two of its 66 positions are not of tokens
-    with pytest.raises(ValueError, match=r"sequence_length=65 is more than the 64 positions.*use at most 64"):
-        describe(config, sequence_length=65)
-    describe(config, sequence_length=64, recomputation=False)
-
-
 class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
