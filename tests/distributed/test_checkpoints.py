@@ -81,7 +81,7 @@ CHAINS = {
         legs=({}, {"layout": "zero3", "change": on_host(3), "sharded": False}, {"world": 1}),
     ),
     "states on host": Chain(case=replace(CASES["states on host, mixed, AdamW"], steps=2, check=None), slow=False),
-    "muon": Chain(case=CASES["muon, mixed"], slow=False),
+    "muon": Chain(case=CASES["muon, mixed"]),
     **{name: Chain(case=replace(CASES[name], check=None, steps=2), legs=WHOLE, slow=name != "adafactor")
        for name in ("adafactor", "torch's adafactor", "global norm")},
     "slices": Chain(

@@ -82,8 +82,9 @@ def test_optimizer_with_states_by_names_is_saved_and_goes_on(tmp_path, layout):
         losses(strategy="fsdp")
 
 
+@pytest.mark.parametrize("trains", slow_but([False, True], daily=[False]))
 @pytest.mark.on_ranks(2, shared=True)
-def test_adalora_keeps_its_matrices_whole(tmp_path):
+def test_adalora_keeps_its_matrices_whole(tmp_path, trains):
     class Allocate(TrainerCallback):
         def on_optimizer_step(self, args, state, control, model=None, **kwargs):
             getattr(model, "module", model).base_model.update_and_allocate(state.global_step + 1)
@@ -106,6 +107,5 @@ def test_adalora_keeps_its_matrices_whole(tmp_path):
 
     with pytest.raises(ValueError, match="adamw beside AdaLoRA needs them whole; use osdp or ddp"):
         logged({"hardware": "cpu", "strategy": "fsdp"})
-    assert logged({"hardware": "cpu", "memory_limit": "2MiB", "operator_splitting": False}) == pytest.approx(
-        logged(False), rel=1e-4
-    )
+    planned = {"hardware": "cpu", "memory_limit": "2MiB", "operator_splitting": False}
+    assert not trains or logged(planned) == pytest.approx(logged(False), rel=1e-4)
