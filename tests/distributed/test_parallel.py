@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+import hf_osdp
 from hf_osdp.distributed import process_group
 from hf_osdp.errors import CheckpointError, DescriptionError, OSDPError, PlanError
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
@@ -20,6 +21,7 @@ from hf_osdp.planner.split import WHOLE_BLOCKS
 from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.preparation.plan_run import check_given_plan
+from hf_osdp.sharding.gradients import OSDPGradScaler
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import SAMPLES, SEQUENCE_LENGTH, tiny_batch, tiny_loss, tiny_model
 from tests.helpers.sampling import slow_but
@@ -233,3 +235,12 @@ def test_plan_counts_plain_adamw_or_the_given_optimizer_and_has_fixed_decisions(
         OptimizerSpec(name="sgd", states=0),
     )
     assert [one._run.inputs.job.optimizer for one in (parallel, planned(sgd))] == [adamw, sgd]
+
+
+def test_the_scaler_is_public_and_off_without_fp16():
+    assert hf_osdp.OSDPGradScaler is OSDPGradScaler
+    parallel = sharded(1, "replicate")
+    scaler = parallel.grad_scaler(init_scale=8.0)
+    assert type(scaler) is OSDPGradScaler and not scaler.is_enabled()
+    assert scaler.scale(torch.ones(())).item() == 1
+    assert parallel.grad_scaler(enabled=True, init_scale=8.0).get_scale() == 8

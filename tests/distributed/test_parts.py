@@ -16,11 +16,12 @@ from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import OSDPError, PlanError, PlanMismatchError
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import GatherSpan, UnitDescription
-from hf_osdp.sharding.apply import apply_plan, bottom_up
+from hf_osdp.planner.plan import UnitDecision
+from hf_osdp.sharding.apply import apply_plan, bottom_up, effective
 from hf_osdp.sharding.gradients import OSDPGradScaler, clip_grad_norm_, local
 from hf_osdp.sharding.optimizer_steps import step_on_shards
 from hf_osdp.sharding.state import broadcast_parameters, full_state_dict, load_full_state_dict
-from tests.helpers.checkpointed import whole, worst
+from tests.helpers.checkpointed import worst
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 from tests.helpers.read_back import read_back, verify_applied
@@ -52,20 +53,6 @@ def overflow(model: torch.nn.Module, step: int) -> None:
     block, rank, value = {1: (2, 3, math.inf), 3: (1, 1, math.nan)}.get(step, (0, -1, 0.0))
     if dist.get_rank() == rank:
         local(model.get_parameter(BLOCK.format(block)).grad).view(-1)[0] = value
-
-
-@on_ranks
-def test_clipping_by_any_norm_is_torchs_of_whole_gradients():
-    model, alone = sharded(Meshes("cpu"), "mixed")[0], tiny_model("gpt2")
-    tiny_loss(model, my_batch()).backward()
-    tiny_loss(alone, tiny_batch(0)).backward()
-    for max_norm, norm_type in ((100.0, 1.0), (0.1, 3.0), (1e-3, math.inf)):
-        norms = [clip(each.parameters(), max_norm, norm_type) for clip, each in (
-            (clip_grad_norm_, model), (torch.nn.utils.clip_grad_norm_, alone)
-        )]  # fmt: skip
-        assert norms[0].item() == pytest.approx(norms[1].item(), rel=1e-12)
-    found = {name: whole(p.grad) for name, p in model.named_parameters()}
-    assert worst(found, {name: p.grad for name, p in alone.named_parameters()}) < 1e-14
 
 
 @on_ranks
@@ -130,6 +117,12 @@ def test_bottom_up_puts_a_unit_after_those_inside_it():
     assert all(order.index(inner) < order.index(outer) for inner, outer in pairs.items())
 
 
+def test_units_in_use_for_the_whole_step_are_kept():
+    decision = UnitDecision(fqn="x", shard_size=2, reshard_after_forward=True)
+    assert effective(decision, unit("x")) == decision
+    assert effective(decision, unit("x", span=GatherSpan.STEP)) == replace(decision, reshard_after_forward=False)
+
+
 def test_one_process_is_not_sharded_and_has_no_precision_policy():
     model = tiny_model("gpt2")
     units = find_units(model)
@@ -165,6 +158,15 @@ def test_changes_after_the_plan_are_found():
     staged.set_custom_all_gather(DefaultAllGather())
     with pytest.raises(PlanMismatchError, match="gathers with DefaultAllGather and reduces"):
         read_back(staged, units)
+
+
+@on_ranks
+def test_meshes_are_by_shard_size():
+    meshes = Meshes("cpu")
+    assert {size: tuple(meshes.mesh(size).mesh.shape) for size in (1, 2, 4)} == {1: (4, 1), 2: (2, 2), 4: (4,)}
+    assert meshes.mesh(2).mesh_dim_names == ("replicate", "shard") and meshes.mesh(2) is meshes.mesh(2)
+    with pytest.raises(ValueError, match=r"^shard_size=3 does not divide the world size 4; use 1, 2, 4\.$"):
+        meshes.mesh(3)
 
 
 @on_ranks

@@ -10,7 +10,8 @@ from datasets import Dataset
 from transformers import TrainerCallback, TrainingArguments, default_data_collator
 
 from hf_osdp import OSDPConfig, Trainer
-from tests.helpers.models import SAMPLES, tiny_batch, tiny_model
+from hf_osdp.modeling.batch import training_batch
+from tests.helpers.models import SAMPLES, SEQUENCE_LENGTH, VOCABULARY, tiny_batch, tiny_model
 from tests.helpers.sampling import slow_but
 
 from .cases.optimizers import TARGETS
@@ -109,3 +110,9 @@ def test_adalora_keeps_its_matrices_whole(tmp_path, trains):
         logged({"hardware": "cpu", "strategy": "fsdp"})
     planned = {"hardware": "cpu", "memory_limit": "2MiB", "operator_splitting": False}
     assert not trains or logged(planned) == pytest.approx(logged(False), rel=1e-4)
+
+
+def test_inputs_are_those_of_the_model_inside():
+    model = peft.get_peft_model(tiny_model("bert"), peft.LoraConfig(r=2, target_modules=["query"]))
+    batch = training_batch(model, SEQUENCE_LENGTH)(2)
+    assert {"input_ids", "attention_mask", "labels"} <= set(batch) and model.config.vocab_size == VOCABULARY

@@ -35,6 +35,30 @@ def of_rank(rank: int, size: int, whole: dict[str, torch.Tensor]) -> list[torch.
     return held
 
 
+@pytest.fixture(params=[2, 4], ids="{} ranks".format)
+def size(request) -> int:
+    return request.param
+
+
+@pytest.fixture
+def world(monkeypatch, size):
+    """`world(fn)` gives what `fn(rank)` returns on each rank in turn, with one all-reduce over all."""
+
+    def run(fn):
+        told: list[tuple[torch.Tensor, object]] = []
+        monkeypatch.setattr(clip, "world_size", lambda: size)
+        monkeypatch.setattr(clip.dist, "all_reduce", lambda value, op, group=None: told.append((value.clone(), op)))
+        for rank in range(size):
+            fn(rank)
+        given, ops = zip(*told, strict=True)
+        assert len(given) == size and len(set(ops)) == 1, "every rank asks for the same, once"
+        reduced = torch.stack(given).amax(0) if ops[0] is torch.distributed.ReduceOp.MAX else torch.stack(given).sum(0)
+        monkeypatch.setattr(clip.dist, "all_reduce", lambda value, op, group=None: value.copy_(reduced))
+        return [fn(rank) for rank in range(size)]
+
+    return run
+
+
 def clipped(held: list[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> tuple[float, list[torch.Tensor]]:
     parameters = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in held]
     for parameter, grad in zip(parameters, held, strict=True):
@@ -43,7 +67,23 @@ def clipped(held: list[torch.Tensor], max_norm: float, norm_type: float = 2.0) -
     return norm.item(), [clip.local(grad) for grad in held]
 
 
-def test_clip_takes_single_parameters_and_total_norm_known_norms_and_empty_shards():
+@pytest.mark.parametrize("max_norm", [0.1, 100.0])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+def test_clip_grad_norm_scales_shards_as_torch_scales_whole_gradients(world, size, max_norm, norm_type):
+    whole = whole_gradients()
+    alone = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in whole.values()]
+    for parameter, grad in zip(alone, whole.values(), strict=True):
+        parameter.grad = grad.clone()
+    expected = torch.nn.utils.clip_grad_norm_(alone, max_norm, norm_type).item()
+    after = {name: parameter.grad for name, parameter in zip(whole, alone, strict=True)}
+    found = world(lambda rank: clipped(of_rank(rank, size, whole), max_norm, norm_type))
+    for rank, (norm, locals_) in enumerate(found):
+        assert norm == pytest.approx(expected, rel=1e-14)
+        for mine, theirs in zip(locals_, map(clip.local, of_rank(rank, size, after)), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-14, atol=0)
+
+
+def test_clip_takes_single_parameters_and_total_norm_known_norms():
     parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
     parameter.grad = torch.tensor([3.0, 4.0], dtype=torch.float64)
     assert clip_grad_norm_(parameter, 10.0).item() == 5.0 and parameter.grad.tolist() == [3.0, 4.0]
@@ -52,10 +92,6 @@ def test_clip_takes_single_parameters_and_total_norm_known_norms_and_empty_shard
     for norm_type in (0.0, -1.0, -math.inf, math.nan):
         with pytest.raises(ValueError, match=r"norm_type=.* must be positive; use 1, 2 or inf"):
             total_norm([torch.ones(1)], norm_type)
-    last = of_rank(3, 4, whole_gradients())
-    parts = [clip.local(gradient) for gradient in last]
-    assert min(part.numel() for part in parts) == 0
-    assert total_norm(last, math.inf) == max(part.abs().max() for part in parts if part.numel())
 
 
 def test_total_norm_is_sent_where_collectives_run(monkeypatch):

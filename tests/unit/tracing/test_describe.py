@@ -27,7 +27,7 @@ TRACED = [
     )),
     *((name, "cuda") for name in ("BertForMaskedLM", "T5ForConditionalGeneration", "MixtralForCausalLM")),
 ]  # fmt: skip
-DAILY = [("WhisperForConditionalGeneration", "cpu"), ("MixtralForCausalLM", "cuda")]
+DAILY = [("WhisperForConditionalGeneration", "cpu"), ("BertForMaskedLM", "cuda")]
 
 
 @pytest.mark.parametrize(("name", "device_type"), slow_but(TRACED, DAILY))
