@@ -88,7 +88,7 @@ class FrozenBatchNorm2d(torch.nn.Module):
         return hidden * self.scale
 
 
-@pytest.mark.on_ranks(2, init=False)
+@pytest.mark.on_ranks(2, shared=True)
 def test_trainer_in_bf16_trains_a_model_with_frozen_norms(tmp_path):
     model = tiny_architecture("ResNetForImageClassification").float()
     for module in list(model.modules()):

@@ -81,8 +81,8 @@ CHAINS = {
         legs=({}, {"layout": "zero3", "change": on_host(3), "sharded": False}, {"world": 1}),
     ),
     "states on host": Chain(case=replace(CASES["states on host, mixed, AdamW"], steps=2, check=None), slow=False),
-    "muon": Chain(case=CASES["muon, mixed"], slow=False),
-    **{name: Chain(case=replace(CASES[name], check=None, steps=2), legs=WHOLE, slow=name == "torch's adafactor")
+    "muon": Chain(case=CASES["muon, mixed"]),
+    **{name: Chain(case=replace(CASES[name], check=None, steps=2), legs=WHOLE, slow=name != "adafactor")
        for name in ("adafactor", "torch's adafactor", "global norm")},
     "slices": Chain(
         case=sliced("gpt2", 4, steps=1),
@@ -91,7 +91,7 @@ CHAINS = {
     "few experts": Chain(
         case=replace(EXPERTS, steps=1), legs=({}, {"layout": "hsdp", "sharded": False}, ON_2)
     ),
-    "AdamWFp8": low_bit("torchao", "AdamWFp8", slow=False),
+    "AdamWFp8": low_bit("torchao", "AdamWFp8"),
     "AdamW8bit of torchao": low_bit("torchao", "AdamW8bit", share=1.0),
     "AdamW4bit": low_bit("torchao", "AdamW4bit", share=1.0),
     **{f"{kind} of bitsandbytes": low_bit("bitsandbytes", kind)

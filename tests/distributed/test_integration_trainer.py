@@ -18,7 +18,6 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 from transformers.optimization import Adafactor
 
@@ -126,25 +125,10 @@ class Training:
     """The tolerance of the rest after a checkpoint, whose states may be rounded once more; 0: not tried."""
     evaluates: bool = False
     """Before training."""
-    averages: bool = False
-    """Whether a callback averages weights, and continues from the average."""
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
     check: Callable[[PlannedTrainer], object] | None = None
     needs: str = "torch"
     slow: bool = True
-
-
-class Averages(TrainerCallback):
-    """Average weights in a whole copy, and continue from the average."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-
-    def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
-        self.average.update_parameters(model)
-        with torch.no_grad():
-            for parameter, mean in zip(model.parameters(), self.average.module.parameters(), strict=True):
-                parameter.copy_(mean)
 
 
 def eagerly() -> AbstractContextManager[Any]:
@@ -180,41 +164,34 @@ TRAININGS = {
     "fsdp, evaluates first": Training(osdp={"strategy": "fsdp"}, evaluates=True),
     "adafactor": Training(
         build=partly_frozen, arguments={"optim": "adafactor"}, osdp=SMALL, tolerance=1e-6, resumes=1e-6,
-        check=units_are_whole, slow=False,
+        check=units_are_whole,
     ),
-    "adamw_torch_8bit": Training(**EIGHT, resumes=1e-3, within=eagerly),
     "adamw_torch_8bit, compiled": Training(**EIGHT, resumes=1e-3),
     "adamw_torch_4bit, evaluates first": Training(**FOUR, within=eagerly, evaluates=True),
     "adamw_bnb_8bit": Training(
         **BITS, build=partial(gpt2, 256), arguments={"optim": "adamw_bnb_8bit"}, resumes=1e-3, needs="bitsandbytes"
     ),
-    "averages": Training(averages=True, tolerance=1e-9),
 }  # fmt: skip
 
 
-def trained(kind: type, training: Training, folder: str, samples: int, seed: int, **more: Any) -> Any:
-    """Return a Trainer that has trained, and its callback."""
+def made(kind: type, training: Training, folder: str, samples: int, seed: int, **more: Any) -> Any:
+    """Return a Trainer that is to train."""
     saves = {"save_strategy": "steps", "save_steps": 2} if training.resumes and kind is PlannedTrainer else {}
     options = {"per_device_train_batch_size": samples, "per_device_eval_batch_size": samples, **saves}
-    callbacks = [Averages(training.build())] if training.averages else []
     args = arguments(folder, **{**options, **training.arguments})
     model = training.build(seed=seed)
-    trainer = kind(
-        model=model, args=args, train_dataset=tokens(), eval_dataset=tokens(16), callbacks=callbacks, **more
-    )
-    return trainer, callbacks
+    return kind(model=model, args=args, train_dataset=tokens(), eval_dataset=tokens(16), **more)
 
 
 def run_stock(training: Training, folder: str) -> tuple[dict[str, list[float]], dict[str, torch.Tensor], list[float]]:
     """Train in one process."""
     with training.within():
-        trainer, callbacks = trained(StockTrainer, training, folder, GLOBAL_BATCH, 0)
+        trainer = made(StockTrainer, training, folder, GLOBAL_BATCH, 0)
         evaluated = [trainer.evaluate()["eval_loss"]] if training.evaluates else []
         trainer.train()
         evaluated += [trainer.evaluate()["eval_loss"]] if training.evaluates else []
-    averages = {f"average.{k}": v for callback in callbacks for k, v in callback.average.module.state_dict().items()}
     weights = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
-    return history(trainer), {**weights, **averages}, evaluated
+    return history(trainer), weights, evaluated
 
 
 def run_planned(name: str, folder: str) -> tuple[dict, dict, list[float], list[float]]:
@@ -223,21 +200,20 @@ def run_planned(name: str, folder: str) -> tuple[dict, dict, list[float], list[f
     with training.within():
         osdp = planned_osdp(training.build, **training.osdp)
         seed = launched_rank() if not training.osdp else 0
-        trainer, callbacks = trained(PlannedTrainer, training, folder, GLOBAL_BATCH // 2, seed, osdp=osdp)
+        trainer = made(PlannedTrainer, training, folder, GLOBAL_BATCH // 2, seed, osdp=osdp)
         evaluated = [trainer.evaluate()["eval_loss"]] if training.evaluates else []
         trainer.train()
         evaluated += [trainer.evaluate()["eval_loss"]] if training.evaluates else []
         if training.check:
             training.check(trainer)
         found, weights = history(trainer), dict(trainer.accelerator.get_state_dict(trainer.model))
-        averages = {f"average.{k}": v for one in callbacks for k, v in one.average.module.state_dict().items()}
         rest = []
         if training.resumes:
             again_osdp = replace(osdp, memory_limit="1GiB") if training.osdp else osdp
-            again, _ = trained(PlannedTrainer, training, folder, GLOBAL_BATCH // 2, 1, osdp=again_osdp)
+            again = made(PlannedTrainer, training, folder, GLOBAL_BATCH // 2, 1, osdp=again_osdp)
             again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
             rest = history(again)["loss"]
-    return found, {**weights, **averages}, evaluated, rest
+    return found, weights, evaluated, rest
 
 
 @pytest.mark.parametrize(

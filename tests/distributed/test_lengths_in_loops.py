@@ -71,7 +71,7 @@ def of_ranks(kind: str) -> tuple[dict[str, torch.Tensor], list[int]]:
 
 @pytest.mark.parametrize("kind", ["plain", "Accelerate"])
 def test_step_that_is_cut_by_length_is_that_of_one_process(kind: str) -> None:
-    found = run_ranks(of_ranks, RANKS, kind, timeout_s=120)
+    found = run_ranks(of_ranks, RANKS, kind, timeout_s=120, shared=True)
     want = classifier()
     optimizer = torch.optim.SGD(want.parameters(), lr=0.1)
     for step in range(STEPS):

@@ -28,6 +28,7 @@ from hf_osdp.modeling.units import find_units
 from hf_osdp.preparation.config import OSDPConfig
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.sampling import slow_but
 
 
 def forget_the_launcher() -> None:
@@ -138,7 +139,10 @@ def stock_amp(precision: str) -> list[torch.Tensor]:
     return by_hand(torch.autocast("cpu", torch.float16)(model.__call__), model, torch.amp.GradScaler("cpu"))
 
 
-@pytest.mark.parametrize(("launched", "precision"), [(True, "bf16"), (False, "bf16"), (False, "fp16")])
+@pytest.mark.parametrize(
+    ("launched", "precision"),
+    slow_but([(True, "bf16"), (False, "bf16"), (False, "fp16")], [(True, "bf16"), (False, "fp16")]),
+)
 @pytest.mark.on_ranks(1, init=False)
 def test_one_process_has_the_bits_of_stock_autocast(launched, precision):
     """In a plain loop and with Accelerate; the model's own forward too, which `generate` and an averaged copy run."""

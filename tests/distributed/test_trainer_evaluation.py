@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 from hf_osdp.integrations.trainer import Trainer
 from tests.distributed.test_trainer_steps import at_last_token, classes, collate, next_token
 from tests.helpers.distributed import run_ranks
+from tests.helpers.sampling import slow_but
 
 CASES = {
     "tokens, loss alone": (next_token, 0, {"prediction_loss_only": True}),
@@ -70,10 +71,18 @@ def all_results(folder: str, names: tuple[str, ...], osdp: Any) -> list[Any]:
     return [results(name, f"{folder}/{name}", osdp) for name in names]
 
 
-@pytest.mark.parametrize(("ranks", "names"), [(1, ("tokens, logits kept", "classes")), (2, tuple(CASES))])
+DAILY = [
+    (1, ("tokens, logits kept",)),
+    (2, ("tokens, loss alone", "classes, moved after two", "classes at the last token")),
+]
+
+
+@pytest.mark.parametrize(("ranks", "names"), slow_but([*DAILY, (1, tuple(CASES)), (2, tuple(CASES))], DAILY))
 def test_evaluation_in_parts_equals_the_stock_trainer(tmp_path, ranks, names):
     osdp = {"strategy": "fsdp" if ranks > 1 else "osdp", "hardware": "cpu", "compare": False}
-    want, got = (run_ranks(all_results, ranks, str(tmp_path), names, one, timeout_s=200)[0] for one in (None, osdp))
+    want, got = (
+        run_ranks(all_results, ranks, str(tmp_path), names, one, timeout_s=200, shared=True)[0] for one in (None, osdp)
+    )
     for name, stock, ours in zip(names, want, got, strict=True):
         kept = name != "tokens, loss alone"
         assert max(ours[3]) == 2 if kept else 2 in ours[3], name

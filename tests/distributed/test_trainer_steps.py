@@ -232,13 +232,13 @@ def trained(name: str, folder: str, osdp: Any) -> tuple[list[dict[str, float]], 
     case, sizes = CASES[name], list[int]()
     given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, **case.arguments}
     args = TrainingArguments(
-        output_dir=folder, max_steps=20, logging_steps=1, learning_rate=1e-2, use_cpu=True, report_to="none",
-        disable_tqdm=True, save_strategy="steps", save_steps=13, seed=5, optim="adamw_torch", adam_epsilon=1e-5,
+        output_dir=folder, max_steps=8, logging_steps=1, learning_rate=1e-2, use_cpu=True, report_to="none",
+        disable_tqdm=True, save_strategy="steps", save_steps=5, seed=5, optim="adamw_torch", adam_epsilon=1e-5,
         logging_nan_inf_filter=False, **given,
     )  # fmt: skip
     kind = transformers.Trainer if osdp is None else partial(Trainer, osdp=osdp)
     logs = []
-    for resumed in (None, f"{folder}/checkpoint-13") if name != "a stream" else (None,):  # in the midst of an epoch
+    for resumed in (None, f"{folder}/checkpoint-5") if name != "a stream" else (None,):  # in the midst of an epoch
         built = {"data_collator": partial(collate, case.left, case.fixed, case.pad), **case.build()}
         trainer = kind(args=args, eval_dataset=built["train_dataset"][:9], **built)
 
@@ -264,8 +264,10 @@ def test_trainer_logs_what_the_stock_one_does(tmp_path: Path, name: str) -> None
     case = CASES[name]
     of_case = {"batch_by_tokens": False, **case.osdp} if case.sizes else case.osdp
     osdp = {"strategy": "fsdp" if case.ranks > 1 else "osdp", "hardware": "cpu", **of_case}
-    want, _ = run_ranks(trained, case.ranks, name, str(tmp_path / "stock"), None, timeout_s=200)[0]
-    got, sizes = run_ranks(trained, case.ranks, name, str(tmp_path / "planned"), osdp, timeout_s=200)[0]
+    (want, _), (got, sizes) = (
+        run_ranks(trained, case.ranks, name, str(tmp_path / side), asked, timeout_s=200, shared=True)[0]
+        for side, asked in (("stock", None), ("planned", osdp))
+    )
     assert len(got) == len(want) > 6
     for ours, stock in zip(got, want, strict=True):
         assert ours == pytest.approx(stock, rel=1e-6)  # losses are added up in float32

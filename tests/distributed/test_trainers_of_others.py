@@ -90,39 +90,3 @@ def test_estimated_peak_is_near_the_measured_one(kind, tmp_path):
         report = json.loads((tmp_path / "osdp_report.json").read_text())
         peaks = [report[of]["peak_bytes"] for of in ("estimated", "measured")]
         assert peaks[0] == pytest.approx(peaks[1], rel=0.06), peaks
-
-
-@pytest.mark.on_ranks(2, init=False, timeout_s=200)
-def test_datasets_with_losses_of_their_own_train_as_in_stock(tmp_path):
-    st = pytest.importorskip("sentence_transformers", reason="needs the extra `trainers`")
-    from sentence_transformers.sentence_transformer import losses
-    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-    from transformers import BertConfig, BertModel
-
-    def history(osdp: OSDPConfig | bool) -> list[tuple[float, float]]:
-        args = st.SentenceTransformerTrainingArguments(
-            str(tmp_path), use_cpu=True, per_device_train_batch_size=4, max_steps=4, logging_steps=1, report_to=[],
-            save_strategy="no", disable_tqdm=True,
-        )  # fmt: skip
-        torch.manual_seed(0)
-        folder, config = tmp_path / "encoder", BertConfig(
-            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=32,
-            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        )  # fmt: skip
-        if args.process_index == 0 and not folder.exists():
-            BertModel(config).save_pretrained(folder)
-            _tokenizer().save_pretrained(folder)
-        torch.distributed.barrier()
-        model = st.SentenceTransformer(modules=[Transformer(str(folder)), Pooling(32)], device="cpu")
-        pairs = {"anchor": _texts(16, 5), "positive": _texts(16, 7)}
-        sets = {"pairs": pairs, "scored": {**pairs, "score": [row % 7 / 6 for row in range(16)]}}
-        trainer = with_osdp(st.SentenceTransformerTrainer)(
-            model=model, args=args, train_dataset={name: Dataset.from_dict(one) for name, one in sets.items()},
-            loss={"pairs": losses.MultipleNegativesRankingLoss(model), "scored": losses.CoSENTLoss(model)}, osdp=osdp,
-        )  # fmt: skip
-        trainer.train()
-        return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
-
-    assert history(OSDPConfig(strategy="fsdp", hardware="cpu")) == [
-        pytest.approx(one, rel=1e-3) for one in history(False)
-    ]

@@ -35,7 +35,7 @@ from tests.helpers.problems import problem
 from tests.helpers.sampling import slow_but
 
 INSTANCES = 320
-SAMPLE = sorted({*range(15)} - {2, 10, 11, 12})
+SAMPLE = sorted({*range(15)} - {2, 4, 6, 10, 11, 12, 13})
 """Run by default: those that take half a second; the others are slow."""
 MOST_PLANS = 2_500
 """Over all batches: an instance has so few blocks that there are no more."""
@@ -103,7 +103,7 @@ def instance(seed: int):
 
 # Instances 114, 185 and 280 have their only best plan at exactly the limit; in 14, 50 and 289 the batch of the lowest
 # floor needs more than another; in 211 and 241 the most frugal choices take more of the host's memory than there is.
-@pytest.mark.parametrize("seed", slow_but(range(INSTANCES), daily=[*SAMPLE, 50, 114, 185, 211, 241, 280, 289]))
+@pytest.mark.parametrize("seed", slow_but(range(INSTANCES), daily=[*SAMPLE, 114, 241, 280, 289]))
 def test_search_equals_brute_force(seed):
     check(*instance(seed))
 

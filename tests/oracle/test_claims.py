@@ -74,7 +74,7 @@ def test_a_long_row_is_proven_alike_under_neighbouring_limits():
     description = transformer(layers=6, hidden=64, vocabulary=300, sequence_length=32)
     asked = problem(description, hardware, job, 10**9)
     least = least_memory(asked)
-    found = [search(replace(asked, memory_limit_bytes=int(least * (1.1 + 0.01 * n)))) for n in range(40)]
+    found = [search(replace(asked, memory_limit_bytes=int(least * (1.1 + 0.02 * n)))) for n in range(20)]
     steps = [one.time.step_s for one in found]
-    assert len(set(steps)) > 10 and all(one.plan.gap == 0 for one in found)
+    assert len(set(steps)) > 5 and all(one.plan.gap == 0 for one in found)
     assert all(later <= earlier * (1 + EQUAL) for earlier, later in itertools.pairwise(steps))

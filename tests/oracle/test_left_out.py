@@ -78,7 +78,7 @@ def check_parts(asked: PlanningProblem, candidate: Candidate, plans: list[Planne
 
 
 # In 110 and 146 a managed root was once taken to dominate a replica, though it has others gathered ahead.
-@pytest.mark.parametrize("first", slow_but(range(0, PROBLEMS, IN_ONE), daily=(110, 145)))
+@pytest.mark.parametrize("first", slow_but(range(0, PROBLEMS, IN_ONE), daily=(110,)))
 def test_what_is_left_out_is_in_no_better_plan(first):
     for seed in range(first, first + IN_ONE):
         check(seed)
@@ -133,15 +133,5 @@ def test_every_kind_of_choice_is_in_the_draw():
             seen |= {"recomputed" for one in layouts if one.activations.recomputes}
             seen |= {"offloaded" for one in layouts if one.activations.offloads}
             seen |= {"hybrid" for one in layouts if 1 < one.shard_size < asked.hardware.world_size}
-    wanted = {
-        "both kinds",
-        "on_host",
-        "states_on_host",
-        "two_stage",
-        "held",
-        "reduced",
-        "recomputed",
-        "offloaded",
-        "hybrid",
-    }
+    wanted = set("on_host states_on_host two_stage held reduced recomputed offloaded hybrid".split()) | {"both kinds"}
     assert wanted <= seen and len(seen - wanted) >= 3, wanted - seen  # of the wires

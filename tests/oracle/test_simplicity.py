@@ -56,7 +56,7 @@ TENS = [pytest.param(instance, range(first, first + 10), marks=pytest.mark.slow)
 MESHES = [pytest.param(of_many_ranks, range(first, first + 10), marks=pytest.mark.slow) for first in range(0, 60, 10)]
 
 
-@pytest.mark.parametrize(("make", "seeds"), [(instance, range(2, 4)), (of_many_ranks, range(2, 4)), *TENS, *MESHES])
+@pytest.mark.parametrize(("make", "seeds"), [(instance, (3,)), (of_many_ranks, (3,)), *TENS, *MESHES])
 def test_plan_under_simplicity_is_the_best_of_the_fastest_ones_layouts(make, seeds):
     instances = [one for one in map(make, seeds) if next(every_layouts(*one[:3]), None) is not None]
     simpler = [check(*one) for one in instances]

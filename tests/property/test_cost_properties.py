@@ -57,7 +57,7 @@ def test_memory_rises_with_the_micro_batch(seed, world, job, steps):
     assert peaks == sorted(peaks)
 
 
-@settings(quick, max_examples=25)
+@settings(quick, max_examples=12)
 @given(seeds, worlds, jobs, st.sampled_from(Backend))
 @example(26174, (1, 2), CAST, Backend.GLOO)  # what is kept after forward is not cast again in backward
 def test_no_plan_peaks_below_the_floor(seed, world, job, backend):

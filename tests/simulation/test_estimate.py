@@ -21,11 +21,9 @@ CPU = Trial(device_type="cpu")
 TINY = replace(CPU, length=16, samples=1)
 """Parameters outweigh activations."""
 DAILY_LAYOUTS = [
-    replace(CPU, layout="mixed"),
     # Llama's head: its gradient lives on while it is reduced, beside what lies between two stages
     replace(TINY, model="llama", layout="two_stage", precision="bf16"),
     replace(TINY, layout="zero2", optimizer=OptimizerStep.FOREACH),
-    replace(TINY, layout="ddp", world=1, precision="bf16", samples=2),
     replace(CPU, holds_outputs=True),
     replace(CPU, layout="mixed", length=64, samples=1, steps=3, hold=(True, True, False)),
     Trial(model="dropout", precision="bf16", checkpointing=True),
@@ -33,7 +31,8 @@ DAILY_LAYOUTS = [
     replace(TINY, model="small llama", precision="bf16", device_type="cuda", steps=3, hold=(True,)),
 ]
 SLOW_LAYOUTS = [
-    *(replace(CPU, layout=layout) for layout in LAYOUTS if layout != "mixed"),
+    replace(TINY, layout="ddp", world=1, precision="bf16", samples=2),
+    *(replace(CPU, layout=layout) for layout in LAYOUTS),
     *(replace(TINY, model="llama", layout=layout) for layout in ("two_stage", "zero3")),
     *(replace(CPU, layout=layout, length=64, samples=1, steps=3, hold=(hold,))
       for layout, hold in product(("ddp", "zero3", "mixed"), (False, True))),
@@ -133,7 +132,7 @@ def test_peaks_of_device_and_host_of_each_way_to_fit(trial):
     else:  # of operators in slices the estimate is a tenth too high
         rel = 0.11 if trial.split.sliced else 0.01
         assert estimate.host_bytes == pytest.approx(simulated.host_bytes, rel=rel)
-    if any(trial.states_on_host):
+    if any(trial.states_on_host) and trial in SLOW_WAYS:
         assert simulated.peak_bytes < replace(trial, states_on_host=(False,)).run()[1].peak_bytes
 
 

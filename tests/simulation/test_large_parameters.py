@@ -47,7 +47,7 @@ EXPERTS = [
 def test_copies_and_padding_of_fewer_experts_than_ranks_are_counted(layout, precision, count, width):
     """Up to 5 experts on 8 ranks are sharded along their width; widths of 252 do not divide, so the hidden size is."""
     experts = MixtralConfig(
-        hidden_size=128, intermediate_size=width, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=128, intermediate_size=width, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         num_local_experts=count, vocab_size=500, max_position_embeddings=64,
     )  # fmt: skip
     check(experts, layout, precision, auto_class=AutoModelForCausalLM)
@@ -106,7 +106,7 @@ def pairs(samples: int) -> dict[str, torch.Tensor]:
 HOLDING = list(product(("zero3", "zero2", "hsdp"), ("no", "bf16"), (False, True)))
 
 
-@pytest.mark.parametrize(("layout", "precision", "held"), slow_but(HOLDING, (HOLDING[0], HOLDING[7], HOLDING[11])))
+@pytest.mark.parametrize(("layout", "precision", "held"), slow_but(HOLDING, (HOLDING[0], HOLDING[11])))
 def test_units_without_inputs_that_need_gradients_stay_whole_in_backward(layout, precision, held):
     with torch.device("meta"):
         model = TwoTowers()

@@ -64,7 +64,7 @@ def peak_by_torch(config: GPT2Config, description, plan: Plan) -> int:
 
 
 def test_torchs_own_tracker_finds_the_same_peak_to_the_byte():
-    config = GPT2Config(n_layer=3, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    config = GPT2Config(n_layer=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     description = describe(config, sequence_length=64, recomputation=False)
     plan = sharded_plan(description)
     simulated = simulate(config, plan, description=description, job=JOB).peak_bytes
@@ -74,9 +74,9 @@ def test_torchs_own_tracker_finds_the_same_peak_to_the_byte():
         assert simulated == peak_by_torch(config, description, plan)
 
 
-@pytest.mark.parametrize("spec", [OptimizerSpec(name="sgd", states=1), bitsandbytes_of_trainer("adamw_bnb_8bit")])
-def test_states_of_the_optimizer_take_what_is_counted(description, spec):
-    """Also those of 8 bits: by whole parameters, with short blocks, and embeddings in float32."""
+def test_states_of_8_bits_take_what_is_counted(description):
+    """By whole parameters, with short blocks, and embeddings in float32."""
+    spec = bitsandbytes_of_trainer("adamw_bnb_8bit")
     jobs = (replace(JOB, optimizer=one) for one in (OptimizerSpec(name="sgd", states=0), spec))
     plan = sharded_plan(description)
     without, held = (simulate(CONFIG, plan, description=description, job=job).peak_bytes for job in jobs)

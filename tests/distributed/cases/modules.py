@@ -168,7 +168,8 @@ CASES |= {
 }
 CASES |= {
     f"{kind.__name__}, {layout}, blocks joined": replace(
-        case(kind, layout), units=partial(joined, 3, block_classes=["Block"]), slow=layout != "zero3"
+        case(kind, layout), units=partial(joined, 3, block_classes=["Block"]),
+        slow=layout != "zero3" or kind in (pictures, dropped_layers),
     )
     for kind in (pictures, dropped_layers, tasks, orders) for layout in ("zero3", "mixed")
 }  # fmt: skip
@@ -251,7 +252,7 @@ CASES |= {
     f"{name}, {layout}": Case(
         model=make, batches=random_batches, loss=logits_squared, optimizer=partial(adamw, lr=0.01), layout=layout,
         parts_alone=2, steps=STEPS, max_norm=None, within=InDouble,
-        slow=layout != "mixed" or name not in ("llava, frozen tower", "switch"),
+        slow=(layout, name) != ("mixed", "switch"),
     )
     for name, make in MODELS.items() for layout in ("mixed", "zero3", "everything")
 }  # fmt: skip

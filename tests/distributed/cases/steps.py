@@ -279,7 +279,13 @@ def without_rounding() -> Iterator[None]:
 
 CASES |= {
     f"wire, {layout}": Case(
-        layout=layout, world=4, accumulation_steps=2, reduce=None, change=by_wire, within_ranks=without_rounding
+        layout=layout,
+        world=4,
+        accumulation_steps=2,
+        reduce=None,
+        change=by_wire,
+        within_ranks=without_rounding,
+        slow=layout != "mixed",
     )
     for layout in ("two_stage", "mixed")
 }

@@ -166,14 +166,18 @@ def test_explain_needs_the_plan_file_alone(planned, tmp_path):
     assert done.exit_code == 0 and "Bottleneck: " in done.stdout
     assert_readable(done.stdout)
     assert (tmp_path / "x.html").stat().st_size > 2000
-    content, expected = as_json("explain", planned[0]), json.loads(json.dumps(explain(plan, inputs)))
+    content, expected = (
+        json.loads((tmp_path / "report.json").read_text()),
+        json.loads(json.dumps(explain(plan, inputs))),
+    )
     for name in ("plan", "model", "hardware", "estimated", "bottleneck"):
-        assert content[name] == json.loads((tmp_path / "report.json").read_text())[name] == expected[name]
+        assert content[name] == expected[name]
     Plan.load(planned[0]).save(tmp_path / "bare.json")
     assert_refused(call("explain", tmp_path / "bare.json"), "holds only a plan; give a file from")
     assert_refused(call("explain", planned[0], "--proof", "--plot", tmp_path / "p.png"), "--proof has no chart")
-    assert as_json("explain", planned[0], "--proof")["gap"] == 0
-    assert "Gap: 0, none is faster." in call("explain", planned[0], "--proof").output
+    proven = call("explain", planned[0], "--proof", "--json", tmp_path / "proof.json")
+    assert json.loads((tmp_path / "proof.json").read_text())["gap"] == 0
+    assert "Gap: 0, none is faster." in proven.output
 
 
 def test_compare_holds_all_strategies_and_draws_the_front(model, description, tmp_path):
@@ -245,8 +249,6 @@ def test_load_config_without_a_network_names_the_nearest_shapes(monkeypatch, cap
         load_config("qwen3-8")
     assert load_config("Qwen3-8B").hidden_size == 4096
     assert "shape of Qwen/Qwen3-8B, from https://huggingface.co/Qwen/Qwen3-8B/" in caplog.text
-    with pytest.raises(ValueError, match=r"there is no such file or folder"):
-        load_config("./gpt2-xl")
 
 
 def test_steps_are_cut_by_length_only_for_models_that_the_trainer_cuts(tmp_path):

@@ -67,8 +67,8 @@ def test_osdp_is_an_option_of_subclasses_unaware_of_it(tmp_path):
 
     for cls in (with_osdp(Scaled), Mine, Bound):
         trainer = cls(model(), arguments(tmp_path), 2.0, train_dataset=rows(), osdp=CONFIG)
-        assert trainer.plan is not None and trainer.scale == 2.0 and isinstance(trainer, Scaled)
-        assert isinstance(trainer, hf_osdp.Trainer)
+        assert isinstance(trainer, Scaled) and isinstance(trainer, hf_osdp.Trainer) and trainer.scale == 2.0
+    assert trainer.plan is not None
     assert with_osdp(Scaled)(model(), arguments(tmp_path), 2.0, train_dataset=rows(), osdp=False).plan is None
     known = Known(model=model(), args=arguments(tmp_path), train_dataset=rows(), osdp=CONFIG)
     assert known.given is CONFIG and known.plan is not None

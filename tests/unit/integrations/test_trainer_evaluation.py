@@ -25,7 +25,7 @@ def rows(count: int = 8, vocabulary: int = 61) -> list[dict[str, torch.Tensor]]:
 
 
 def t5() -> nn.Module:
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 2, "vocab_size": 61}
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 61}
     config = transformers.T5Config(**sizes, decoder_start_token_id=0, eos_token_id=None, pad_token_id=0)
     return transformers.T5ForConditionalGeneration(config)
 
@@ -43,7 +43,7 @@ def trainer_of(folder: Any, model: nn.Module, data: Any, *, limit: str = "1GiB",
     )  # fmt: skip
     return with_osdp(transformers.Seq2SeqTrainer)(
         model=model, args=args, train_dataset=data, eval_dataset=data, compute_metrics=lambda prediction: {},
-        osdp={"memory_limit": limit, "hardware": "cpu", "compare": False, "report": False},
+        osdp={"memory_limit": limit, "hardware": "cpu", "operator_splitting": False, "recompute": False},
     )  # fmt: skip
 
 

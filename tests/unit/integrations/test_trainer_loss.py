@@ -11,11 +11,8 @@ from torch.nn.functional import cross_entropy
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
-    DistilBertConfig,
-    DistilBertForMaskedLM,
     LlamaConfig,
     LlamaForCausalLM,
-    LlamaForSequenceClassification,
     MixtralConfig,
     MixtralForCausalLM,
     TrainingArguments,
@@ -24,12 +21,11 @@ from transformers import (
 
 import hf_osdp
 from hf_osdp import InfeasibleError, OSDPConfig, with_osdp
-from tests.helpers.sampling import slow_but
+from hf_osdp.integrations.trainer_facts import job_of_trainer
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIZES["vocab_size"] = 64
 CONFIG = OSDPConfig(hardware="cpu", operator_splitting=False)
-LIMIT = "1536KiB"  # less than 16 samples of 32 tokens need, and more than 4
 
 
 def arguments(tmp_path, **options):
@@ -152,73 +148,20 @@ ONE_LABEL = {"train_dataset": rows(label=lambda row: torch.tensor(1))}
      f"The loss of Noted.compute_loss {WHOLE}"),
 ])  # fmt: skip
 def test_micro_batches_stay_unless_their_losses_add_up(tmp_path, caplog, make, base, options, given, reason):
+    """That those which change train as in stock: tests/compatibility, "micro-batches left to the planner"."""
     args = arguments(tmp_path, gradient_accumulation_steps=2, **options)
     cls = with_osdp(base or transformers.Trainer)
     trainer = cls(model=make(), args=args, osdp=CONFIG, **{"train_dataset": rows(), **given})
-    assert (trainer.plan.accumulation_steps == 2) is (reason is not None)
+    _, rule = job_of_trainer(trainer, trains=True, loader=None)
+    assert (rule.size, rule.chosen) == (2, 2 if reason else None)
     assert reason is None or (reason in caplog.text and "micro-batches stay at 2 samples" in caplog.text)
 
 
-def trained(tmp_path, make, data, osdp, **options):
-    args = arguments(tmp_path, **{"max_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, **options})
-    trainer = hf_osdp.Trainer(model=make(), args=args, train_dataset=data, osdp=osdp)
-    trainer.train()
-    return trainer
-
-
-def assert_equal(trainer, stock):
-    """Losses, which a Trainer adds up in float32, and gradient norms of both steps."""
-    for name, tolerance in (("loss", 3e-7), ("grad_norm", 1e-9)):
-        found, wanted = ([entry[name] for entry in of.state.log_history if name in entry] for of in (trainer, stock))
-        assert len(wanted) == 2 and found == pytest.approx(wanted, rel=tolerance)
-
-
-def distilbert():
-    torch.manual_seed(0)
-    sizes = {"dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 2, "vocab_size": 64, "max_position_embeddings": 64}
-    return DistilBertForMaskedLM(DistilBertConfig(**sizes, dropout=0.0, attention_dropout=0.0)).double()
-
-
-def classifier(labels, kind):
-    return lambda: llama(LlamaForSequenceClassification, num_labels=labels, problem_type=kind)
-
-
-CASES = {
-    "regression": (classifier(1, "regression"), rows(32, 32, lambda row: row.double().mean() / 30)),
-    "multi-label": (classifier(4, "multi_label_classification"),
-                    rows(32, 32, lambda row: (row[:4] > 30).double())),
-    "masked": (distilbert, rows(32, 32, lambda row: torch.where(row % 2 == 0, row, -100))),
-    "experts": (lambda: mixtral(output_router_logits=True), rows(32, 32)),
-}  # fmt: skip
-OF_SAMPLES = ("regression", "multi-label")
-"""Losses that are means over samples."""
-
-
-@pytest.mark.parametrize("name", slow_but(CASES, daily=("masked",)))
-def test_training_equals_stock_or_is_refused_by_kind_of_loss(tmp_path, name):
-    make, data = CASES[name]
-    options, osdp = {"per_device_train_batch_size": 16}, {"hardware": "cpu"}
-    try:
-        trainer = trained(tmp_path, make, data, {**osdp, "memory_limit": LIMIT}, **options)
-    except InfeasibleError as error:
-        assert "so micro-batches stay at 16 samples" in str(error) and "\n" not in str(error)
-        trainer = trained(tmp_path, make, data, osdp, **options)
-    assert (trainer.plan.micro_batch_size < 16) is (name in OF_SAMPLES)
-    assert_equal(trainer, trained(tmp_path, make, data, False, **options))
-
-
-@pytest.mark.parametrize(
-    ("name", "accumulation"),
-    slow_but([("regression", 1), ("multi-label", 2)], daily=[("multi-label", 2)]),
-)
-def test_set_micro_batch_size_averages_means_of_samples(tmp_path, name, accumulation):
-    make, data = CASES[name]
-    options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": accumulation}
-    trainer = trained(tmp_path, make, data, {"micro_batch_size": 2, "hardware": "cpu"}, **options)
-    assert trainer.plan.micro_batch_size == 2
-    stock = trained(tmp_path, make, data, False, **options)
-    assert_equal(trainer, stock)
-    assert trainer.evaluate(data)["eval_loss"] == pytest.approx(stock.evaluate(data)["eval_loss"], rel=1e-6)
+def test_infeasible_error_says_why_micro_batches_are_no_smaller(tmp_path):
+    osdp = OSDPConfig(hardware="cpu", operator_splitting=False, memory_limit="64KiB")
+    trainer = hf_osdp.Trainer(model=llama(Mean), args=arguments(tmp_path), train_dataset=rows(), osdp=osdp)
+    with pytest.raises(InfeasibleError, match=f"The loss of Mean {WHOLE}, so micro-batches stay at 2 samples"):
+        trainer.plan  # noqa: B018
 
 
 def test_micro_batch_size_that_would_multiply_loss_parts_is_refused(tmp_path):

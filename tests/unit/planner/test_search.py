@@ -134,7 +134,7 @@ def test_search_never_solves_for_options_that_no_device_holds():
     assert blocks and all(unit.activations == Activations.RECOMPUTE for unit in blocks)
 
 
-@pytest.mark.parametrize("seeds", [(0, 2, 5), pytest.param((1, 3, 4, 6, 7), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [(0, 5), pytest.param((1, 2, 3, 4, 6, 7), marks=pytest.mark.slow)], ids=str)
 def test_plan_is_the_same_whatever_the_order_of_sets(seeds):
     """Equal plans are many in a row of equal blocks; the search takes the first in an order that it states."""
     code = (

@@ -17,7 +17,7 @@ TOKENS = {
 RECOMPUTED = ("Qwen2_5_VLForConditionalGeneration", "MllamaForConditionalGeneration")
 
 
-DAILY = [f"{name}ForConditionalGeneration" for name in ("Llava", "Qwen3VL", "Molmo2")]
+DAILY = [f"{name}ForConditionalGeneration" for name in ("Llava", "Qwen3VL")]
 """Pictures in the text, and with merged patches; beside it (Mllama) takes longer."""
 
 
