@@ -8,7 +8,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -35,7 +35,7 @@ from .folders import (
     prepare_staging,
     unlock_checkpoints,
 )
-from .resume import record_first, recorded_training
+from .resume import own_training
 from .safe import full_disk, is_full_disk
 
 _SHARD = re.compile(r"__\d+_\d+\.distcp")
@@ -169,10 +169,8 @@ class CheckpointWriter:
 
         def finish() -> None:
             parts = _checked([part] if store is None else self._parts_of_all(store, part))
-            record = None
-            with suppress(CheckpointError):  # a damaged training id must not prevent the checkpoint
-                record = recorded_training(folder.parent)
-            complete(folder, staging.path, replace(manifest, training=record.training if record else None), parts)
+            training = own_training(folder.parent, makes=False)
+            complete(folder, staging.path, replace(manifest, training=training), parts)
 
         part = _result_or_error(own_part)
         held.clear()
@@ -203,8 +201,7 @@ def _prepare(given: Path) -> tuple[Path, Path]:
     """Return the checkpoint's folder, and where to write it until it is complete."""
     folder = absolute(given)
     staged = prepare_staging(folder)
-    if lock_name(folder) is None:
-        record_first(folder.parent)
+    own_training(folder.parent, makes=lock_name(folder) is None)
     return folder, staged
 
 
