@@ -19,8 +19,6 @@ DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 sys.path[:0] = [str(ROOT), str(DOCS)]  # so that it is this checkout which is described
 
-import generated  # noqa: E402
-
 import hf_osdp  # noqa: E402
 
 project = "hf_osdp"
@@ -66,12 +64,8 @@ _LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?!\w+:|#)(?P<path>[^)#]+)(?P<section
 
 
 def include_files(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Put in files of the repository that lie elsewhere and what the program says, and lead links to the site's
-    pages.
-    """
+    """Put in files of the repository that lie elsewhere, and lead links to the site's pages."""
     source[0] = _with_links(source[0], DOCS)
-    if docname in generated.PAGES:
-        source[0] = source[0].replace(generated.MARK, generated.PAGES[docname]())
 
     def content(include: re.Match) -> str:
         path = DOCS / include["path"]

@@ -1,25 +1,28 @@
-"""Parts of pages that the program itself says, made while the site is built.
-
-`python docs/generated.py` writes those of troubleshooting.md, which is also read without the site.
+"""Parts of pages that the program itself says, and code of files. `python docs/generated.py` writes them into the
+pages, which are also read without the site.
 """
 
 from __future__ import annotations
 
 import csv
 import re
+import shlex
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
+from textwrap import dedent
 
 import typer
 
 from hf_osdp.cli.app import app
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.presets import preset, preset_names
-from hf_osdp.preparation.config import GROUPS
+from hf_osdp.preparation.config import GROUPS, OSDPConfig, option_texts
 from hf_osdp.quantities import format_bytes
 
 MARK, END = "<!-- generated -->", "<!-- end of what is generated -->"
+CODE = re.compile(r"(<!-- code: (.+?) -->)\n.*?(<!-- end of code -->)", re.DOTALL)
 DOCS = Path(__file__).parent
 Row = dict[str, str]
 BLANK = re.compile(r"‹[^›]*›")
@@ -78,14 +81,14 @@ def preset_table() -> str:
 
 
 def options_by_subject() -> str:
-    """Every option of `OSDPConfig`, by subject."""
-    return "\n".join(line for subject, names in GROUPS.items() for line in _subject(subject, names))
-
-
-def _subject(subject: str, names: tuple[str, ...]) -> Iterator[str]:
-    yield f"## {subject}\n\n```{{eval-rst}}"
-    yield from (f".. autoattribute:: hf_osdp.OSDPConfig.{name}" for name in names)
-    yield "```\n"
+    """Every option of `OSDPConfig` with its default, by subject."""
+    texts, lines = option_texts(), []
+    defaults = {field.name: field.default for field in fields(OSDPConfig)}
+    for subject, names in GROUPS.items():
+        lines += [f"## {subject}\n", "| option | default | what it says |\n| --- | --- | --- |"]
+        lines += [f"| `{name}` | `{defaults[name]!r}` | {_cell(texts[name])} |" for name in names]
+        lines.append("")
+    return "\n".join(lines)
 
 
 def rows_of(name: str) -> list[Row]:
@@ -117,19 +120,32 @@ def _code(text: str) -> str:
     return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
-def written(page: str) -> str:
-    """The text of troubleshooting.md, its generated part made anew."""
-    before, rest = page.split(MARK)
-    return f"{before}{MARK}\n\n{troubleshooting()}\n{END}{rest.split(END)[1]}"
+def code_of(path: str, start: str = "", end: str = "") -> str:
+    """A file's lines from the first with `start` on; with `end`, those between the two lines."""
+    lines = (DOCS / path).read_text(encoding="utf-8").splitlines()
+    begins = next(number for number, line in enumerate(lines) if start in line)
+    kept = lines[begins:]
+    if end:
+        kept = lines[begins + 1 : next(number for number, line in enumerate(lines) if end in line)]
+    return f"```{Path(path).suffix.strip('.').replace('py', 'python')}\n{dedent(chr(10).join(kept)).strip()}\n```"
+
+
+def written(name: str, page: str) -> str:
+    """The text of a page, its generated parts and its code made anew."""
+    if name in PAGES:
+        before, rest = page.split(MARK)
+        page = f"{before}{MARK}\n\n{PAGES[name]()}\n{END}{rest.split(END)[1]}"
+    return CODE.sub(lambda mark: f"{mark[1]}\n{code_of(*shlex.split(mark[2]))}\n{mark[3]}", page)
 
 
 PAGES: dict[str, Callable[[], str]] = {
     "cli": cli_reference,
     "presets": preset_table,
     "options": options_by_subject,
+    "troubleshooting": troubleshooting,
 }
 """Page → what stands where its mark is."""
 
 if __name__ == "__main__":
-    path = DOCS / "troubleshooting.md"
-    path.write_text(written(path.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in DOCS.glob("*.md"):
+        path.write_text(written(path.stem, path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -51,6 +51,8 @@ that failed.
 """
 _locks: dict[Path, FileLock] = {}
 """Locks of this process, or of the process from which it was forked; not acquired if the file system has no locks."""
+trainings: dict[Path, str] = {}
+"""Ids of the trainings that this process runs, by their folders."""
 _staged: set[Path] = set()
 """Folders in which this process writes checkpoints."""
 
@@ -201,6 +203,7 @@ def unlock_checkpoints(parent: Path, name: str | None = None) -> None:
     """Release the lock of `lock_checkpoints`, so that other runs can write these checkpoints."""
     path = _lock_path(parent, name)
     lock = _locks.pop(path, None)
+    trainings.pop(absolute(parent), None)
     if lock is not None and lock.is_locked:  # a forked process does not have it
         with suppress(OSError):
             path.unlink()

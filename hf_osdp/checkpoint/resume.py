@@ -32,10 +32,12 @@ from .folders import (
     PARTIAL,
     FileRecord,
     Manifest,
+    absolute,
     damage,
     lock_checkpoints,
     numbered_checkpoints,
     restore_replaced,
+    trainings,
 )
 from .layouts import SPLIT_WEIGHTS, WEIGHTS_INDEX, files_of_index, find_model, find_optimizer
 from .safe import special_file
@@ -262,10 +264,38 @@ def recorded_training(folder: Path) -> Training | None:
     return validated(Training, content, lambda problem: error(f"{path} holds no training id ({problem})"))
 
 
-def record_first(folder: Path) -> None:
-    """Record a training in a folder that records none, for a loop that saves without `checkpoint_to_resume`."""
-    if not (folder / PARTIAL / _TRAINING_FILE).exists():
-        _record(folder, launches(), None, goes_on=False)
+def own_training(folder: Path, *, makes: bool) -> str | None:
+    """Return the id of the training that this process runs in a folder; for a loop that saves without
+    `checkpoint_to_resume`, record one if it `makes` it.
+
+    Raise CheckpointError if another run has recorded its own since, as file systems without locks let it.
+    """
+    record, own = None, trainings.get(absolute(folder))
+    with suppress(CheckpointError):  # a damaged file must not prevent the checkpoint
+        record = recorded_training(folder)
+    if own and record and record.training != own:
+        raise CheckpointError(
+            f"Another run has begun to train in {folder} after this one, without a lock; give each run its own folder."
+        )
+    if makes and record is None:
+        _write_record(folder, Training(training=own or uuid.uuid4().hex, launches=tuple(sorted(launches()))))
+    elif own is None and record is not None:
+        trainings[absolute(folder)] = record.training
+    return trainings.get(absolute(folder))
+
+
+def _write_record(folder: Path, record: Training) -> None:
+    path = folder / PARTIAL / _TRAINING_FILE
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(asdict(record)))
+    except OSError as error:
+        if path.exists():  # else the first checkpoint reports a folder that cannot be written
+            raise CheckpointError(
+                f"{path} cannot be written ({error.strerror}), so this run's checkpoints would count as an earlier"
+                " training's; make it writable, or give another folder."
+            ) from None
+    trainings[absolute(folder)] = record.training
 
 
 def _is_own(record: Training | None, restarted: set[str]) -> bool:
@@ -299,10 +329,7 @@ def _record(folder: Path, launched: set[str], resumed: Path | None, *, goes_on: 
     training = training or uuid.uuid4().hex
     if before is not None and before.training == training:
         launched = launched.union(before.launches)
-    path = folder / PARTIAL / _TRAINING_FILE
-    with suppress(OSError):  # the first checkpoint reports a folder that cannot be written
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(asdict(Training(training=training, launches=tuple(sorted(launched))))))
+    _write_record(folder, Training(training=training, launches=tuple(sorted(launched))))
 
 
 def own_checkpoints(folder: Path, *, unknown: bool = False) -> list[Path]:

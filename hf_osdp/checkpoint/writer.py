@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import torch.distributed as dist
 from safetensors import SafetensorError
+from torch.distributed import Store
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank, world_size
-from ..distributed.process_group import all_gather_objects, gloo_group, poll
+from ..distributed.process_group import all_gather_objects, own_timeout, poll, ranks_text, require_all, store_of
 from ..distributed.stop import waits_in_background
 from ..errors import CheckpointError, one_line
 from ..planner.plan import Plan
@@ -35,14 +35,13 @@ from .folders import (
     prepare_staging,
     unlock_checkpoints,
 )
-from .resume import record_first, recorded_training
+from .resume import own_training
 from .safe import full_disk, is_full_disk
 
 _SHARD = re.compile(r"__\d+_\d+\.distcp")
 """Names of a rank's files in torch.distributed.checkpoint."""
 _VISIBLE_S = 10.0
 """How long a new folder may take to become visible on another machine."""
-_LONGEST_WRITE = timedelta(hours=24)
 T = TypeVar("T")
 
 
@@ -92,7 +91,8 @@ class CheckpointWriter:
         self.in_background = in_background
         self._thread: threading.Thread | None = None
         self._error: str | None = None
-        self._group: dist.ProcessGroup | None = None
+        self._is_alone = False
+        """A rank has not told that it has written: it would not hear of the error either."""
 
     @contextmanager
     def new(self, folder: str | Path, **settings: str) -> Iterator[Staging]:
@@ -103,8 +103,9 @@ class CheckpointWriter:
         raises CheckpointError if this checkpoint or the previous one cannot be written, or another run writes there.
         Ranks may write files of their own in the context, after its last collective.
         """
-        self.wait()
         given = Path(folder)
+        require_all(f"Saving {given}")
+        self.wait()
         folder, staged = on_rank_zero(lambda: _prepare(given))
         if rank() == 0:  # let other runs write there once this writer is deleted
             weakref.finalize(self, unlock_checkpoints, folder.parent, lock_name(folder))
@@ -131,13 +132,8 @@ class CheckpointWriter:
             global_batch_size=None if plan is None else plan.global_batch_size,
             settings=texts if plan is None else {**texts, "communication": plan.communication},
         )
-        group = gloo_group()
-        if self.in_background and group is not None:
-            group = self._group = self._group or dist.new_group(
-                backend="gloo", timeout=_LONGEST_WRITE
-            )  # used only by the thread
         self._thread = threading.Thread(
-            target=self._write, args=(staging, folder, manifest, group, rank()), name="checkpoint"
+            target=self._write, args=(staging, folder, manifest, store_of(f"parts/{staged}")), name="checkpoint"
         )
         self._thread.start()
         waits_in_background[self.wait] = None
@@ -154,15 +150,13 @@ class CheckpointWriter:
         self._thread.join()
         waits_in_background.pop(self.wait, None)
         self._thread = None
-        _checked(all_gather_objects(self._error))
+        _checked([self._error] if self._is_alone else all_gather_objects(self._error))
 
-    def _write(
-        self, staging: Staging, folder: Path, manifest: Manifest, group: dist.ProcessGroup | None, number: int
-    ) -> None:
+    def _write(self, staging: Staging, folder: Path, manifest: Manifest, store: Store | None) -> None:
         """Write the shards that are held in memory, then complete the checkpoint on rank 0 when every rank has
-        written. Run in a thread.
+        told over the store that it has written. Run in a thread.
         """
-        held = getattr(staging.file_system, "held", {})
+        held, number = getattr(staging.file_system, "held", {}), rank()
 
         def own_part() -> dict[str, FileRecord]:
             while held:
@@ -174,26 +168,40 @@ class CheckpointWriter:
             return {str(path.relative_to(staging.path).as_posix()): FileRecord.of(path) for path in own}
 
         def finish() -> None:
-            parts = _checked(all_gather_objects(part, group))
-            if number == 0:
-                record = None
-                with suppress(CheckpointError):  # a damaged training id must not prevent the checkpoint
-                    record = recorded_training(folder.parent)
-                complete(folder, staging.path, replace(manifest, training=record.training if record else None), parts)
+            parts = _checked([part] if store is None else self._parts_of_all(store, part))
+            training = own_training(folder.parent, makes=False)
+            complete(folder, staging.path, replace(manifest, training=training), parts)
 
         part = _result_or_error(own_part)
         held.clear()
+        if number:
+            assert store is not None
+            store.set(str(number), pickle.dumps(part))  # type: ignore[arg-type]  # rank 0 tells errors
+            return
         self._error = _result_or_error(finish)  # None if it is complete
-        if self._error is not None and number == 0:
+        if self._error is not None:
             discard_staging(staging.path)
+
+    def _parts_of_all(self, store: Store, own: object) -> list[Any]:
+        """Return what each rank wrote, or its error, once they have told it; they have the process group's timeout
+        for it from the time when rank 0 has written.
+        """
+        others, seconds = list(map(str, range(1, world_size()))), own_timeout().total_seconds()
+        poll(lambda: store.check(others), seconds)
+        missing = [int(other) for other in others if not store.check([other])]
+        self._is_alone = bool(missing)
+        if missing:
+            raise TimeoutError(
+                f"waited {seconds:g} s for {ranks_text(missing)} to write; look at its machine and disk"
+            )
+        return [own, *(pickle.loads(store.get(other)) for other in others)]  # from this run's ranks, not a file
 
 
 def _prepare(given: Path) -> tuple[Path, Path]:
     """Return the checkpoint's folder, and where to write it until it is complete."""
     folder = absolute(given)
     staged = prepare_staging(folder)
-    if lock_name(folder) is None:
-        record_first(folder.parent)
+    own_training(folder.parent, makes=lock_name(folder) is None)
     return folder, staged
 
 

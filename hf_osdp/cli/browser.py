@@ -53,20 +53,38 @@ def build() -> gr.Blocks:
                 file = gr.File(label="Or its config.json", file_types=[".json"], height=130, elem_id="config")
                 form = [hub_id, file, *(_field(name, start) for name, start in _START.items())]
                 ask = gr.Button("Plan", variant="primary", elem_id="ask")
+                cancel = gr.Button("Cancel", visible=False, elem_id="cancel")
             with gr.Column(scale=3, min_width=320):
                 plan, picture, comparison = (
                     gr.HTML(elem_id=name, apply_default_css=False) for name in ("plan", "chart", "comparison")
                 )
                 script = gr.Code(label="To copy", language="python", interactive=False, elem_id="script")
         entered = [field.submit for field in form if isinstance(field, (gr.Number, gr.Textbox))]
-        gr.on(
-            [ask.click, *entered], answer, form, [plan, picture, script, comparison], trigger_mode="always_last"
-        )  # one question at a time, because each occupies a CPU core
+        shown = [plan, picture, script, comparison, ask, cancel]
+        asking = gr.on(
+            [ask.click, *entered], _waiting_for, form, shown, trigger_mode="multiple"
+        )  # answered one by one
+        asking.then(lambda: _buttons(waits=False), None, [ask, cancel], queue=False)
+        cancelled = (_html("Cancelled."), "", "", "", *_buttons(waits=False))
+        cancel.click(lambda: cancelled, None, shown, cancels=[asking], queue=False)
     return page
 
 
+def _buttons(*, waits: bool) -> tuple[gr.Button, gr.Button]:
+    return gr.Button("Planning ..." if waits else "Plan", interactive=not waits), gr.Button(visible=waits)
+
+
+def _waiting_for(*form: Any) -> Iterator[tuple[Any, ...]]:
+    for shown in answer(*form):
+        yield *shown, *_buttons(waits=True)
+
+
+def _label(name: str) -> str:
+    return name.replace("_", " ").capitalize()
+
+
 def _field(name: str, start: str | int) -> gr.components.FormComponent:
-    shown: dict[str, Any] = {"label": name.replace("_", " ").capitalize(), "elem_id": name, "min_width": 100}
+    shown: dict[str, Any] = {"label": _label(name), "elem_id": name, "min_width": 100}
     if isinstance(start, bool):
         return gr.Checkbox(start, **shown)
     if isinstance(start, int):
@@ -89,7 +107,7 @@ def answer(hub_id: str | None, file: str | None, *values: object) -> Iterator[tu
     except Exception as error:
         if (line := error_line(error)) is None:
             raise
-        yield _html(line.replace(str(file), "config.json")), "", "", ""
+        yield _html(_in_words_of_form(line.replace(str(file), "config.json"))), "", "", ""
         return
     content = report_content(found, PlanInputs.of(problem))
     svg = vl_convert.vegalite_to_svg(report_chart(content).to_dict())
@@ -118,6 +136,13 @@ def _case(hub_id: str, file: str | None, words: list[str]) -> Case:
     if file is not None:
         case.model_config._name_or_path = case.model_config.model_type  # a folder of the server has no meaning
     return case
+
+
+def _in_words_of_form(line: str) -> str:
+    """Return an error with the form's labels in place of flags and options."""
+    for name in _START:
+        line = re.sub(rf"{flag_of(name)}\b|\b{name}(?==)", _label(name), line)
+    return re.sub(r"; see [\w -]*--help", "", line)
 
 
 def _html(*parts: Part) -> str:

@@ -229,7 +229,8 @@ class Case:
                 if fits_by_estimate(replace(problem, hardware=hardware, job=job)):
                     flags = " or ".join(f"--no-{name.replace('_', '-')}" for name in forbidden)
                     without = "" if job is problem.job else f", without {flags}"
-                    return (Remedy(f"a host with {memory} (--host-memory {memory}{without})"),)
+                    told = f"--host-memory {memory}{without} (if each machine has that much; none was given)"
+                    return (Remedy(told),)
         return ()
 
 

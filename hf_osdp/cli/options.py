@@ -66,7 +66,7 @@ class Request:
         option(
             "SIZE",
             "Memory of each machine's host, such as 256GiB, for states and activations; default: the profile's, that"
-            " of the device's usual server, or for cards of workstations an assumed one.",
+            " of the device's usual server; cards of workstations have none unless this, or an option, asks for it.",
         ),
     ] = None
     num_nodes: Annotated[int | None, count("Machines; default: the profile's number, or 1.")] = None

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import HardwareError
@@ -88,7 +89,7 @@ class Meshes:
             return dist.distributed_c10d._get_default_group()
         if self._replicas is None:
             host_barrier()
-            self._replicas = dist.new_group(timeout=own_timeout(dist.distributed_c10d._get_default_group()))
+            self._replicas = dist.new_group(timeout=own_timeout())
         return self._replicas
 
     def prepare(self, plan: Plan) -> None:
@@ -106,7 +107,10 @@ class Meshes:
     def _mesh(self, layout: Layout, axes: dict[str, int]) -> DeviceMesh:
         if layout not in self._formed:
             host_barrier()
-            self._formed[layout] = init_device_mesh(self.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+            mesh = init_device_mesh(self.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+            for group in mesh.get_all_groups():  # torch forms them with its default timeout
+                c10d._set_pg_timeout(own_timeout(), group)
+            self._formed[layout] = mesh
         return self._formed[layout]
 
     def _needed(self, plan: Plan) -> set[Layout]:

@@ -25,19 +25,16 @@ from .device import prefer_expandable_segments
 from .launcher import is_torchruns_store, launched_rank, launched_world_size, most_restarts, number, variable
 
 T = TypeVar("T")
-ALL_CALL_S = 300.0
-"""How long `require_all` waits: longer than a rank may log or write beforehand, less than NCCL's 600 s."""
-_LONGEST_WAIT = timedelta(hours=6)
-"""Longer than any save or search; by default NCCL and gloo end waits after 600 and 1800 s.
-
-If a rank ends, the others stop waiting.
-"""
+ALL_CALL_S = 3600.0
+"""How long `require_all` waits at most: longer than a rank may log or write beforehand."""
 _POLL_S = 0.05
 _START_S = 300.0
 """How long ranks of one launch wait for each other; torchrun has started all of them."""
 _NAME_S = 20.0
 """How long the name of rank 0's machine may take to be known: a cluster may start machines one after the other."""
 _GLOO_ENDS_S = 0.1
+_ANSWER_S = 3.0
+"""How long ranks that wait for one another may take to say so; where one has ended, the launcher ends the others."""
 _KEY = "hf_osdp/start"
 _log = logging.getLogger(__name__)
 
@@ -153,7 +150,7 @@ def differences(values_of_rank: Mapping[int, Mapping[str, str]]) -> str | None:
             if value := one.get(name, "not known"):
                 ranks_of_value.setdefault(value, []).append(rank)
         if len(ranks_of_value) > 1:
-            listed = [f"{value} on {_ranks(ranks)}" for value, ranks in ranks_of_value.items()]
+            listed = [f"{value} on {ranks_text(ranks)}" for value, ranks in ranks_of_value.items()]
             parts.append(f"{name} is {', '.join(listed)}")
     return "; ".join(parts) or None
 
@@ -164,44 +161,39 @@ def are_several_ranks() -> bool:
 
 
 def gloo_group() -> dist.ProcessGroup | None:
-    """Return a gloo group of all ranks with a longer timeout than the default group; None if there is no other real
-    rank.
+    """Return a gloo group of all ranks with the default group's timeout; None if there is no other real rank.
 
     Collective the first time; the group is formed once for each process group.
     """
-    return _host_group(_gloo_groups, lambda world: _LONGEST_WAIT)
+    return _host_group(_gloo_groups)
 
 
 def step_group() -> dist.ProcessGroup | None:
-    """Return a group as `gloo_group`, with the default group's timeout, for what ranks agree on in every step.
-
-    A process cannot end before its last operation has, so that a pending one on `gloo_group` would keep a rank that
-    is cut off from another for hours.
+    """Return a group as `gloo_group`, for what ranks agree on in every step: a rank that saves, while another trains,
+    then waits instead of taking its answer.
     """
     if dist.is_initialized() and dist.group.WORLD not in _step_groups:
         host_barrier()
-    return _host_group(_step_groups, own_timeout)
+    return _host_group(_step_groups)
 
 
-def own_timeout(world: dist.ProcessGroup) -> timedelta:
-    """Return a group's timeout, for which there is no public call; torch's default if it does not say (torch 2.11 to
-    2.13).
+def own_timeout() -> timedelta:
+    """Return the default group's timeout, for which there is no public call; torch's default if it does not say
+    (torch 2.11 to 2.13).
     """
+    world = dist.distributed_c10d._get_default_group()
     device = torch.device("cuda" if "nccl" in dist.get_backend_config() else "cpu")
     timeout: timedelta = getattr(getattr(world._get_backend(device), "options", None), "_timeout", default_pg_timeout)
     return timeout
 
 
-def _host_group(
-    groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup],
-    timeout_of: Callable[[dist.ProcessGroup], timedelta],
-) -> dist.ProcessGroup | None:
+def _host_group(groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]) -> dist.ProcessGroup | None:
     world = dist.group.WORLD
     if world is None or not are_several_ranks():
         return None
     if world not in groups:
         try:
-            groups[world] = dist.new_group(backend="gloo", timeout=timeout_of(world))
+            groups[world] = dist.new_group(backend="gloo", timeout=own_timeout())
         except RuntimeError as error:
             raise LaunchError(
                 f"Rank {dist.get_rank()} on {socket.gethostname()} cannot connect to other ranks over gloo"
@@ -230,32 +222,74 @@ def host_barrier() -> None:
         dist.barrier(group=group)
 
 
+def store_of(purpose: str) -> PrefixStore | None:
+    """Return a part of the process group's store; None if there is no other real rank."""
+    store = dist.distributed_c10d._get_default_store() if are_several_ranks() else None
+    return None if store is None else PrefixStore(f"hf_osdp/{purpose}", store)
+
+
+def be_at(place: str) -> None:
+    """Tell the other ranks, for an error of theirs, what this rank does now; it waits for nobody."""
+    if (store := store_of("at")) is not None:
+        store.set(str(dist.get_rank()), place)
+
+
+def lost_ranks_explained(error: BaseException) -> LaunchError | None:
+    """Return an error that says where each rank was when this one waited for others in vain, or lost its connection
+    to them; None for another error.
+    """
+    if not isinstance(error, RuntimeError) or "gloo/transport" not in str(error) or (store := store_of("at")) is None:
+        return None
+    store.set_timeout(timedelta(seconds=_NAME_S))
+    ranks = range(dist.get_world_size())
+    store.set(f"waits/{dist.get_rank()}", "")
+    is_late = "Timed out" in str(error)
+    poll(lambda: store.check([f"waits/{rank}" for rank in ranks]), _ANSWER_S if is_late else 0.0)
+    silent = [rank for rank in ranks if not store.check([f"waits/{rank}"])]
+    at: dict[str, list[int]] = {}
+    for rank in ranks:
+        at.setdefault(store.get(str(rank)).decode() if store.check([str(rank)]) else "the start", []).append(rank)
+    what, remedy = "lost its connection to", ""
+    if is_late:
+        what = f"waited {own_timeout().total_seconds():g} s for"
+        remedy = "; if it still works, raise the timeout (ddp_timeout, or InitProcessGroupKwargs)"
+    return LaunchError(
+        f"Rank {dist.get_rank()} {what} {ranks_text(silent) if silent else 'another rank'}. Last seen:"
+        f" {'; '.join(f'{ranks_text(found)} at {place}' for place, found in at.items())}. Look at the output and the"
+        f" machine of the rank that is behind{remedy}."
+    )
+
+
 def require_all(what: str) -> None:
     """Wait until every rank has called this with the same `what`, such as `GPT2LMHeadModel.generate`; else raise
     OSDPError.
 
-    Ranks poll the store, so that a rank that calls alone gets an error after `ALL_CALL_S` instead of hanging.
+    Ranks poll the store, so that a rank that calls alone gets an error instead of hanging.
     """
-    world = dist.group.WORLD
-    if world is None or not are_several_ranks():
+    if (store := store_of("all_call")) is None:
         return
-    store = PrefixStore("hf_osdp/all_call", dist.distributed_c10d._get_default_store())
+    be_at(what)
+    world = dist.distributed_c10d._get_default_group()
     rank, call = dist.get_rank(), _calls.get(world, 0) + 1
     keys = [f"{call}/{other}" for other in range(world.size())]
     store.set(keys[rank], what)
-    poll(lambda: store.check(keys), ALL_CALL_S)
-    called = [store.get(key).decode() if store.check([key]) else None for key in keys]
-    if None not in called:
+    seconds = min(ALL_CALL_S, 0.9 * own_timeout().total_seconds())  # before the group ends ranks that did not call
+    poll(lambda: store.check(keys), seconds)
+    is_met = store.check(keys)
+    names = store.multi_get(keys) if is_met else [store.get(key) if store.check([key]) else None for key in keys]
+    called = [None if name is None else name.decode() for name in names]
+    if is_met:
         _calls[world] = call
     with suppress(NotImplementedError):  # raised by stores without delete_key
         store.delete_key(
-            keys[rank] if None in called else f"{call - 2}/{rank}"
+            f"{call - 2}/{rank}" if is_met else keys[rank]
         )  # all ranks have read it: they have made a call since
     if missing := [other for other, name in enumerate(called) if name != what]:
         alike = [other for other, name in enumerate(called) if name == what]
+        instead = next((f" ({ranks_text([other])} called {called[other]})" for other in missing if called[other]), "")
         raise OSDPError(
             f"{what} gathers a sharded model and must be called on every rank, but ranks {alike} called it and, within"
-            f" {ALL_CALL_S:.0f} s, ranks {missing} did not; call it on all, and use the result on one."
+            f" {seconds:.0f} s, ranks {missing} did not{instead}; call it on all, and use the result on one."
         )
 
 
@@ -271,7 +305,7 @@ def _reason(error: Exception) -> str:
     return one_line(str(error).split("Exception raised from")[0])[:160].rstrip(". ")
 
 
-def _ranks(ranks: Iterable[int]) -> str:
+def ranks_text(ranks: Iterable[int]) -> str:
     """Write ranks with consecutive ones as ranges, as in `ranks 0-3, 8`."""
     found = sorted(set(ranks))
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(found), key=lambda pair: pair[1] - pair[0])]

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import OSDPError, one_line
 from .launcher import launched_rank, launched_world_size, number
+from .process_group import lost_ranks_explained
 
 _BETWEEN_RANKS_S = 5.0
 """Seconds that other ranks wait before they print: if rank 0 fails too, its exit makes the launcher end them. On a
@@ -45,9 +46,11 @@ def is_ours(error: BaseException) -> bool:
 def _say_uncaught(
     before: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print an uncaught error of this package by `say_once`, and others as before."""
+    """Print an uncaught error of this package, or of a rank that lost others, by `say_once`, and others as before."""
     if is_ours(error):
         say_once(error, kind.__name__)
+    elif explained := lost_ranks_explained(error):
+        say_once(explained.with_traceback(trace), type(explained).__name__)
     else:
         before(kind, error, trace)
 

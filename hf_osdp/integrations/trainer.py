@@ -261,6 +261,7 @@ class Trainer(TrainerCheckpoints):
         """Evaluate as the stock Trainer, under a plan: for training, or without data for that, for this loader."""
         if self._osdp is None:
             return super().evaluation_loop(dataloader, *args, **kwargs)
+        require_all("Evaluating")
         run, alone = self._planned_run(dataloader), kwargs.get("prediction_loss_only", (*args, None, None)[1])
         keeps = not (self.args.prediction_loss_only if alone is None else alone)
         with self._as_planned(run), evaluating(self, run.evaluation, dataloader, keeps=keeps):

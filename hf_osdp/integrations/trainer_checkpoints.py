@@ -43,6 +43,14 @@ _COMPARED = (
     "label_smoothing_factor", "neftune_noise_alpha",
 )  # fmt: skip
 """Arguments that change each update."""
+_OF_RANKS = {
+    "local_rank", "output_dir", "logging_dir", "run_name", "project", "trackio_space_id", "disable_tqdm", "report_to",
+    "log_level", "log_level_replica", "hub_token", "dataloader_num_workers", "dataloader_prefetch_factor",
+    "dataloader_persistent_workers", "dataloader_pin_memory", *_COMPARED,
+}  # fmt: skip
+"""Arguments that may differ between ranks, and those compared under other names; others may decide what ranks do
+together.
+"""
 
 
 class TrainerCheckpoints(transformers.Trainer):
@@ -240,7 +248,12 @@ class TrainerCheckpoints(transformers.Trainer):
         if self.lr_scheduler is not None:
             kept["schedule"] = schedule_text(self.lr_scheduler)
         settings = {**kept, **self._settings()}
-        require_same({**settings, "dataset": self.accelerator.data_of_all_ranks(self.train_dataset)})
+        data = {"dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
+        require_same({
+            **{name: str(value) for name, value in self.args.to_dict().items() if name not in _OF_RANKS},
+            **settings,
+            **{name: self.accelerator.data_of_all_ranks(one) for name, one in data.items()},
+        })  # fmt: skip
         return settings
 
     def _finish_checkpoints(self) -> None:

@@ -7,9 +7,12 @@ from __future__ import annotations
 import functools
 import json
 import os
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 T = TypeVar("T")
+_LEFT_S = 3600
 _SHOWN = 60
 """Most letters of a field's name in an error."""
 
@@ -39,11 +43,16 @@ def plain(value: object) -> Any:  # noqa: ANN401 - any JSON
 
 
 def write_whole(path: str | Path, text: str) -> None:
-    """Write a file whole or not at all; an older file stays until the new one is complete.
+    """Write a file whole or not at all; an older file stays until the new one is complete. What writers that were
+    killed have left of it for an hour is removed.
 
     OSError if writing fails.
     """
     path = Path(path)
+    for left in path.parent.glob(f"{escape(path.name)}.*.partial"):
+        with suppress(OSError):  # others may remove it too
+            if time.time() - left.stat().st_mtime > _LEFT_S:
+                left.unlink()
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # several ranks may write the same file
     try:
         partial.write_text(text, encoding="utf-8")

@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 import types
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
@@ -262,13 +263,25 @@ def code_hash() -> str:
 def _read(path: Path) -> _CachedDescription | None:
     """Return a file's description; None if the file is missing or damaged."""
     try:
-        return validated(_CachedDescription, read_json(path, "cache"), ValueError)
+        return validated(_CachedDescription, read(path), ValueError)
     except (OSError, ValueError):
         return None
 
 
+def read(path: Path) -> object:
+    """Return the JSON value of a file of the cache; OSError or ValueError if it is missing or damaged."""
+    content = read_json(path, "cache")
+    if not isinstance(content, dict) or content.get("crc32") != _checksum(content.get("value")):
+        raise ValueError(f"{path} has another checksum than its content")
+    return content["value"]
+
+
 def write(path: Path, value: object) -> None:
-    """Write a value to a file of the cache, as JSON, if that is possible."""
+    """Write a value to a file of the cache, as JSON with its checksum, if that is possible."""
     with suppress(OSError):  # without a writable folder nothing is cached
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(plain(value)))
+        write_whole(path, json.dumps({"crc32": _checksum(plain(value)), "value": plain(value)}))
+
+
+def _checksum(value: object) -> int:
+    return zlib.crc32(json.dumps(value).encode())

@@ -31,7 +31,7 @@ from ..planner.hardware import Hardware
 from ..planner.presets import preset
 from ..planner.profile import BlockTimes, Profile, segment_kind
 from ..quantities import format_bytes, format_seconds
-from .cache import cache_folder, code_hash, implementations, write
+from .cache import cache_folder, code_hash, implementations, read, write
 
 MEASURED_EARLIER = "measured earlier"
 """Prefix of the source of hardware that was read from the cache."""
@@ -143,9 +143,9 @@ def _once(content: object, device: torch.device, measure: Callable[[], Profile])
 
 def _read_recent(path: Path) -> tuple[str, float] | None:
     """Return a profile, as JSON, and its age in seconds; None if it is missing, damaged or too old."""
-    with suppress(OSError, ProfileError):
+    with suppress(OSError, ValueError, ProfileError):
         if 0 <= (age_s := time.time() - path.stat().st_mtime) < _MAX_AGE_S:
-            return Profile.load(path).to_json(), age_s
+            return Profile.from_json(json.dumps(read(path))).to_json(), age_s
     return None
 
 

@@ -164,7 +164,9 @@ def _front_chart(content: Content) -> AnyChart:
     """
     found, limit_bytes = [row for row in content["strategies"] if "reason" not in row], content["room_bytes"]
     scale, unit = _size_unit(limit_bytes)
-    near = alt.Scale(zero=False, padding=30)
+    sizes = [nbytes / scale for nbytes in (limit_bytes, *(row["peak_bytes"] for row in (*found, *content["front"])))]
+    around = 0.05 * (max(sizes) - min(sizes) or max(sizes))
+    near = alt.Scale(domain=[max(0.0, min(sizes) - around), max(sizes) + around], nice=False)
     where: dict[str, Any] = {
         "x": alt.X("size:Q", title=f"peak, {unit} on one device", scale=near),
         "y": alt.Y("rate:Q", title="samples/s", scale=alt.Scale(zero=True, nice=True)),

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from ..distributed.collectives import gather_rows
 from ..distributed.consensus import on_rank_zero, require_same
 from ..distributed.mesh import collective_device, rank, world_size
-from ..distributed.process_group import all_gather_objects
+from ..distributed.process_group import all_gather_objects, require_all
 from ..modeling.split.names import (
     is_split,
     merge_optimizer_state,
@@ -120,6 +120,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     for order in orders_of(model):
         order.end_step()
     weights = named_weights(model)
+    if any(isinstance(value, (DTensor, WholeTensor)) for value in weights.values()):
+        require_all(f"{type(model).__name__}.full_state_dict")
     copies = {
         key: _copy_on_rank_zero(value) for key, value in {id(value): value for value in weights.values()}.items()
     }

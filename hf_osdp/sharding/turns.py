@@ -21,7 +21,7 @@ from functools import reduce
 import torch
 import torch.distributed as dist
 
-from ..distributed.process_group import all_gather_objects
+from ..distributed.process_group import all_gather_objects, be_at
 from ..errors import OSDPError
 
 NOTHING, LAST = -1, 0
@@ -91,6 +91,7 @@ class Turns:
     def _begin(self, part: int) -> None:
         self.rest()
         self._part, self._sequence = part, self._expected.get(part, [])
+        be_at(f"{_PARTS[part]}, number {self._phases[part] + 1}")
         self._told = None if self._host is None else self._tell(NOTHING, self._host)
 
     def need(self, collective: int) -> None:

@@ -39,6 +39,8 @@ def test_every_message_with_a_remedy_is_in_the_source(generated):
     assert len(set(messages)) == len(messages) > 80 and not strange
 
 
-def test_page_is_what_its_data_say(generated):
+def test_pages_are_what_the_program_and_its_data_say(generated):
     """`python docs/generated.py` writes it anew."""
-    assert generated.written(page("troubleshooting.md")) == page("troubleshooting.md")
+    assert {*generated.PAGES} <= {path.stem for path in DOCS.glob("*.md")}
+    for path in DOCS.glob("*.md"):
+        assert generated.written(path.stem, page(path.name)) == page(path.name), "run python docs/generated.py"

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.optim import lr_scheduler as schedulers
 
-from hf_osdp.checkpoint import folders
+from hf_osdp.checkpoint import folders, resume
 from hf_osdp.checkpoint.folders import (
     MANIFEST_NAME,
     PARTIAL,
@@ -117,6 +117,47 @@ def test_without_locks_a_line_says_so_and_leftovers_stay(tmp_path, monkeypatch, 
     assert f"{tmp_path} cannot be locked ({os.strerror(reason)}): let no other run write" in caplog.text
     unlock_checkpoints(tmp_path)
     assert left.exists()
+
+
+def test_without_locks_the_run_that_began_first_is_refused_at_its_next_save(tmp_path, monkeypatch):
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert checkpoint_to_resume(tmp_path) is None
+    writer = CheckpointWriter()
+    with writer.new(tmp_path / "checkpoint-1"):
+        pass
+    other = multiprocessing.get_context("fork").Process(
+        target=lambda: (folders.trainings.clear(), checkpoint_to_resume(tmp_path), saved(tmp_path / "checkpoint-2"))
+    )
+    other.start()
+    other.join(60)
+    assert other.exitcode == 0 and names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+    line = r"Another run has begun to train in .*; give each run its own"
+    with pytest.raises(CheckpointError, match=line), writer.new(tmp_path / "checkpoint-3"):
+        pass
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+    unlock_checkpoints(tmp_path)
+
+
+def test_training_whose_id_cannot_be_written_is_refused(tmp_path, monkeypatch):
+    assert checkpoint_to_resume(tmp_path) is None
+    saved(tmp_path / "checkpoint-1")
+    unlock_checkpoints(tmp_path)
+
+    def refuse(*args: object) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="an earlier training's; make it writ"):
+        patched.setattr(resume, "write_whole", refuse)
+        checkpoint_to_resume(tmp_path)
+    earlier = resume.recorded_training(tmp_path).training
+    assert checkpoint_to_resume(tmp_path) is None
+    (tmp_path / PARTIAL / "training.json").unlink()
+    ids = [Manifest.load(saved(tmp_path / f"checkpoint-{step}")).training for step in (2, 3)]
+    assert ids == [resume.recorded_training(tmp_path).training] * 2 and earlier not in ids
+    unlock_checkpoints(tmp_path)
 
 
 def test_waiting_run_gets_its_lock_though_the_folder_is_removed(tmp_path):

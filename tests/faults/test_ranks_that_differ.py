@@ -31,7 +31,12 @@ from hf_osdp.modeling.identity import dataset_text
 from tests.helpers.distributed import run_ranks
 
 LENGTH, ROWS = 8, 16
-OF_ARGUMENTS = {"learning_rate": 2e-2, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "adam_beta2": 0.9}
+OF_ARGUMENTS = {
+    "learning_rate": 2e-2, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "adam_beta2": 0.9,
+    "save_steps": 7, "eval_steps": 7, "logging_steps": 7, "max_steps": 2, "save_only_model": True,
+    "load_best_model_at_end": True,
+}  # fmt: skip
+"""Of updates, and of what ranks do together."""
 OF_MODELS = {"n_head": 4, "activation_function": "relu", "attn_pdrop": 0.2}
 OF_ADAPTERS = {"lora_alpha": 16, "lora_dropout": 0.1, "use_dora": True}
 OF_TRAINERS = {
@@ -98,6 +103,9 @@ def of_trainers(folder: str) -> dict[str, str]:
     data, one.train_dataset = one.train_dataset, rows(seed=4 if odd else 3)
     lines["dataset"] = said_by(one.train)
     one.train_dataset = data
+    one.eval_dataset = rows(2 if odd else 4)
+    lines["eval_dataset"] = said_by(one.train)
+    one.eval_dataset = None
     for name, value in OF_MODELS.items():
         other = model(**({name: value} if odd else {}))
         lines[name] = said_by(lambda other=other: require_same_run(other))
@@ -246,7 +254,7 @@ def ran(tmp_path_factory):
 def test_trainers_that_differ_on_one_rank_stop_before_training(ran):
     lines = ran[1]["of_trainers"]
     assert (
-        lines.keys() == {*OF_ARGUMENTS, "dataset", *OF_MODELS, *OF_ADAPTERS, "alike"}
+        lines.keys() == {*OF_ARGUMENTS, "dataset", "eval_dataset", *OF_MODELS, *OF_ADAPTERS, "alike"}
         and lines.pop("alike") == "trained"
     )
     for name, line in lines.items():

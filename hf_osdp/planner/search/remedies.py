@@ -15,7 +15,7 @@ from ..placement import HOST_OPTIONS, STATE_OPTIONS
 from ..plan import Plan
 from ..problem import PlanningProblem, Strategy
 from ..training_job import OptimizerSpec, Precision
-from .candidates import all_candidates
+from .candidates import Candidate, all_candidates
 
 _FACTORS = (2, 4, 8)
 """Factors tried for more devices and for shorter sequences."""
@@ -130,10 +130,17 @@ def _settings(problem: PlanningProblem) -> Iterator[Remedy]:
 
 
 def fits_by_estimate(problem: PlanningProblem) -> bool:
-    """Return whether the frugal plan of the smallest micro-batch fits, which takes far less time than a search."""
+    """Return whether the frugal plan of the smallest micro-batch fits, which takes far less time than a search; if it
+    fits the devices, but not their host, whether some plan fits both.
+    """
     limit = problem.hardware.tensor_bytes(problem.memory_limit_bytes)
+
+    def fits(candidate: Candidate) -> bool:
+        fits_devices = candidate.needed(candidate.frugal()).device <= limit
+        return candidate.frugal_fits(limit) or (fits_devices and candidate.least(limit + 1) is not None)
+
     try:
-        return any(candidate.frugal_fits(limit) for candidate in all_candidates(problem, smallest=True))
+        return any(map(fits, all_candidates(problem, smallest=True)))
     except ValueError:
         return False
 

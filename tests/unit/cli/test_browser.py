@@ -59,9 +59,13 @@ def test_plan_and_comparison_are_those_of_the_shown_command(config):
 @pytest.mark.parametrize(
     ("hub_id", "changes", "said"),
     [
-        (None, {"memory_limit": "41GiB"}, "--memory-limit 41GiB is more than the 40.0 GiB of A100-40"),
-        (None, {"devices_per_node": 2.5}, "Invalid value for &#x27;--devices-per-node&#x27;"),
-        (None, {"sequence_length": None}, "Missing --sequence-length; see --help."),
+        (None, {"memory_limit": "41GiB"}, "Memory limit 41GiB is more than the 40.0 GiB of A100-40"),
+        (
+            None,
+            {"devices_per_node": 2.5},
+            "Invalid value for &#x27;Devices per node&#x27;: Input should be a valid integer",
+        ),
+        (None, {"sequence_length": None}, "Missing Sequence length."),
         ("/etc/hosts", {}, "MODEL &#x27;/etc/hosts&#x27; is not a hub id; upload its config.json"),
         ("--json=x", {}, "MODEL &#x27;--json=x&#x27; is not a hub id"),
     ],
@@ -127,6 +131,18 @@ def test_page_plans_by_button_and_enter_without_a_network(address, config):
         limit = page.locator("#memory_limit :is(input, textarea)")
         limit.fill("41GiB")
         limit.press("Enter")
-        expect(page.locator("#plan")).to_contain_text("--memory-limit 41GiB is more", timeout=PATIENCE_MS)
+        expect(page.locator("#plan")).to_contain_text("Memory limit 41GiB is more", timeout=PATIENCE_MS)
         assert limit.input_value() == "41GiB"
+        limit.fill("30GiB")
+        page.click("#ask")
+        limit.fill("29GiB")  # asked while the other is answered, which does not end with the old answer
+        limit.press("Enter")
+        expect(page.locator("#script")).to_contain_text("memory_limit='29GiB'", timeout=PATIENCE_MS)
+        expect(page.locator("#ask")).to_have_text("Plan", timeout=PATIENCE_MS)
+        limit.fill("28GiB")
+        page.click("#ask")
+        expect(page.locator("#ask")).to_have_text("Planning ...")
+        page.click("#cancel")
+        expect(page.locator("#plan")).to_contain_text("Cancelled.")
+        expect(page.locator("#ask")).to_have_text("Plan")
         assert asked_of == {address.split("/")[2]}, "the page needs no network"

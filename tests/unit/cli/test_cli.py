@@ -216,6 +216,9 @@ def test_plan_takes_devices_and_times_of_a_profile(model, description, tmp_path)
     assert_refused(call("plan", model, *sizes, "--profile", profile_file), "no times for")
 
 
+HOST = {"host_memory": "64GiB"}
+
+
 @pytest.mark.slow
 def test_remedies_are_flags_and_true(tmp_path):
     """Of a large vocabulary, at the least limit at which slices of it fit."""
@@ -241,6 +244,18 @@ def test_remedies_are_flags_and_true(tmp_path):
     asked |= {"host_offload": False, "offload_optimizer": False, "offload_activations": False}
     with pytest.raises(InfeasibleError, match="--host-memory 64GiB, without --no-host-offload or "):
         _ = Case(Request.of(model=str(tmp_path / "config.json"), **asked, memory_limit=str(limit))).found.plan
+
+
+@pytest.mark.slow
+def test_remedy_of_host_memory_asks_for_no_more_than_some_plan_needs():
+    """The plan that needs the least of the device keeps more on the host than 64 GiB have room for."""
+    asked = {"sequence_length": 4096, "global_batch_size": 16, "device": "rtx-3090", "devices_per_node": 4}
+    made = [
+        Case(Request.of(model="meta-llama/meta-llama-3-8b", precision="bf16", **asked, **more)) for more in ({}, HOST)
+    ]
+    with pytest.raises(InfeasibleError, match=r"Use --host-memory 64GiB \(if .* given\); or --num-nodes 2; or"):
+        _ = made[0].found.plan
+    assert made[1].found.plan.peak_bytes <= 24 * 2**30
 
 
 def test_load_config_without_a_network_names_the_nearest_shapes(monkeypatch, caplog):

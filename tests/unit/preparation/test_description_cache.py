@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
+import re
 import types
 
 import pytest
@@ -156,6 +158,13 @@ def test_damaged_file_is_made_again_and_old_ones_make_room(described, tmp_path, 
     file.write_text(file.read_text()[:-9])
     assert describe_once(model(), sequence_length=16) == found == describe_once(model(), sequence_length=16)
     assert len(described) == 2
+    digits = max(re.findall(r"\d+", file.read_text().partition('"value"')[2]), key=len)
+    file.write_text(file.read_text().replace(digits, f"{int(digits) + 1}"))  # JSON still, of another model
+    left = file.with_name(f"{file.name}.12345.partial")
+    left.write_text("of a process that was killed")
+    os.utime(left, (1, 1))
+    assert describe_once(model(), sequence_length=16) == found
+    assert len(described) == 3 and not left.exists()
     monkeypatch.setattr(cache, "_MAX_FILES", 1)
     describe_once(model(), sequence_length=24)
     assert len(list((tmp_path / "kept").iterdir())) == 1

@@ -68,6 +68,7 @@ def kept(folder: Path) -> Path:
 CHANGES = {
     "a day old": lambda patch, folder: os.utime(kept(folder), (time.time() - 25 * 3600,) * 2),
     "damaged": lambda patch, folder: kept(folder).write_text('{"device": {}}'),
+    "other digits": lambda patch, folder: kept(folder).write_text(kept(folder).read_text().replace("1", "2")),
     "no cache": lambda patch, folder: patch.setenv("OSDP_CACHE", "0"),
     "code": lambda patch, folder: patch.setattr(run_profile, "code_hash", lambda *_: "another"),
     "device": lambda patch, folder: patch.setattr(run_profile, "device_name", lambda *_: "another"),
