@@ -79,10 +79,16 @@ class Program(IntegerModel):
         self._constrain_finish(self._constrain_backward(self._constrain_forward()))
 
     def minimize_seconds(self, scale: float, at_most: int | None = None, price_s: float = 0.0) -> None:
-        """Set the objective Σ scale · seconds, each rounded down, with an upper bound if given, and a price for each
-        part of a plan (`Option.parts`).
+        """Set the objective, the larger of Σ scale · seconds and Σ scale · issued, each rounded down, with an upper
+        bound if given, and a price for each part of a plan (`Option.parts`).
         """
         cost = self._sum(self._groups.values(), lambda option: min(int(option.seconds * scale), _MOST_COST))
+        issued = self._sum(self._groups.values(), lambda option: min(int(option.issued * scale), _MOST_COST))
+        if not isinstance(issued, int):
+            done, most = cost, _MOST_COST * len(self._groups)
+            cost = self._model.new_int_var(-most, most, "")  # symmetric, so that the linear solver scales it
+            self._model.add(cost >= done)
+            self._model.add(cost >= issued)
         if price_s:
             cost = cost + round(price_s * scale) * sum(self._taken(lambda o: o.parts).values())
         self._model.minimize(cost)

@@ -58,7 +58,7 @@ class Solution:
     layouts: Layouts
     """Layout of each unit, by index."""
     objective: float
-    """Sum of the options' seconds in a step."""
+    """Seconds of a step."""
     bound: float
     """Proven lower bound on the objective of every plan."""
 
@@ -150,8 +150,7 @@ class FastestSearch:
         self._job, self._limit_bytes, self._walk = job, limit_bytes, walk
         self._solver = Solver(timeline, job, unit_of(limit_bytes), walk)
         self._groups = {group.units: group for group in self._solver.timeline.groups}
-        least_s = sum(len(group.units) * min(o.seconds for o in group.options) for group in timeline.groups)
-        self._scale = _RESOLUTION / (least_s or 1.0)
+        self._scale = _RESOLUTION / (max(timeline.least) or 1.0)
         self._program = self._solver.program(limit_bytes)
         self._program.minimize_seconds(self._scale)
         self._root = self._program.relax()
@@ -254,7 +253,7 @@ class FastestSearch:
 
     def _take(self, layouts: Layouts) -> None:
         """Adopt layouts that fit if they cost less than the best so far."""
-        seconds = sum(option.seconds for option in self._solver.in_bytes.chosen(layouts))
+        seconds = self._solver.in_bytes.seconds(layouts)
         if (cost := seconds * self._scale) < self._best:
             self._found, self._best = Solution(layouts=layouts, objective=seconds, bound=seconds), cost
 
@@ -290,7 +289,7 @@ def simplest(
     """Return the layouts with the least sum of seconds and a price for each part of the plan (`Option.parts`), or the
     given ones if CP-SAT finds none that are as good within `_SIMPLE_WORK`.
     """
-    seconds, parts = sum(o.seconds for o in timeline.chosen(layouts)), timeline.count_parts(layouts)
+    seconds, parts = timeline.seconds(layouts), timeline.count_parts(layouts)
     scale = _RESOLUTION / seconds
     most = int((seconds + price_s * parts) * scale * (1 + MIN_GAIN))
     minimize = partial(Program.minimize_seconds, scale=scale, at_most=most, price_s=price_s)
