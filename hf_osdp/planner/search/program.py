@@ -23,7 +23,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ..cost.moments import CallMoments, all_kinds, backward_moments, end_moments, forward_moments
-from ..decision import REPLICAS, WHOLE_WORLD, Mesh, groups_in
+from ..decision import REPLICAS, WHOLE_WORLD, groups_in
 from ..training_job import OptimizerStep, TrainingJob
 from .integer_model import GroupCounts, IntegerModel, Run
 from .options import Option, RootSegment, Timeline, UnitGroup
@@ -49,7 +49,6 @@ class Program(IntegerModel):
         job: the training job; only its optimizer step matters here.
         limit_bytes: the most that a moment may take.
         runs: runs whose moments are constrained.
-        forming: meshes that are formed in any case.
         lowest: make the limit a variable up to `limit_bytes`, for `minimize_limit`.
     """
 
@@ -60,13 +59,10 @@ class Program(IntegerModel):
         limit_bytes: int,
         *,
         runs: Set[Run] = frozenset(),
-        forming: Set[Mesh] = frozenset(),
         lowest: bool = False,
     ) -> None:
         super().__init__(timeline, limit_bytes, runs, lowest=lowest)
-        self._timeline, self._job, self._forming = timeline, job, forming
-        self.formed: dict[Mesh, Count] = {}
-        """Whether each mesh is formed that takes memory."""
+        self._timeline, self._job = timeline, job
         self._parts = [self._groups[part] if isinstance(part, UnitGroup) else part for part in timeline.parts]
         self._whole_step = [self._groups[group] for group in timeline.whole_step]
         self._of_unit = {own.group.units[0]: own for own in self._whole_step}
@@ -122,9 +118,7 @@ class Program(IntegerModel):
         one unit needs it.
         """
         nbytes = self._timeline.communicator_bytes
-        self.formed = formed = self._taken(lambda o: sorted(o.meshes)) if nbytes else {}
-        for mesh in sorted(self._forming & formed.keys()):
-            self._model.add(formed[mesh] >= 1)
+        formed = self._taken(lambda o: sorted(o.meshes)) if nbytes else {}
         more: Bytes = sum(groups_in([mesh]) * nbytes * literal for mesh, literal in formed.items())
         if REPLICAS in formed and WHOLE_WORLD in formed:
             both = self._model.new_bool_var("")
