@@ -78,13 +78,18 @@ class Program(IntegerModel):
         """Set the objective, the larger of Σ scale · seconds and Σ scale · issued, each rounded down, with an upper
         bound if given, and a price for each part of a plan (`Option.parts`).
         """
-        cost = self._sum(self._groups.values(), lambda option: min(int(option.seconds * scale), _MOST_COST))
-        issued = self._sum(self._groups.values(), lambda option: min(int(option.issued * scale), _MOST_COST))
+
+        def in_steps(seconds: float) -> int:
+            return min(int(seconds * scale), _MOST_COST)
+
+        cost = self._sum(self._groups.values(), lambda option: in_steps(option.seconds))
+        issued = self._sum(self._groups.values(), lambda option: in_steps(option.issued))
         if not isinstance(issued, int):
-            done, most = cost, _MOST_COST * len(self._groups)
-            cost = self._model.new_int_var(-most, most, "")  # symmetric, so that the linear solver scales it
-            self._model.add(cost >= done)
-            self._model.add(cost >= issued)
+            most = sum(len(g.units) * max(in_steps(o.issued) for o in g.options) for g in self._groups)
+            waits = self._model.new_int_var(-most, most, "")  # symmetric, so that the linear solver scales it
+            self._model.add(waits >= 0)
+            self._model.add(waits >= issued - cost)
+            cost = cost + waits
         if price_s:
             cost = cost + round(price_s * scale) * sum(self._taken(lambda o: o.parts).values())
         self._model.minimize(cost)
