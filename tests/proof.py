@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -90,14 +89,14 @@ def check_none(problem: PlanningProblem, most_nodes: int = MOST_NODES) -> Checke
                 raise WrongProof(
                     f"no plan is said to fit {problem.memory_limit_bytes}, but {tree.layouts(decided)} does"
                 )
-            waiting += [(tree, child) for _, child in reversed(tree.children(decided, 0.0, math.inf))]
+            waiting += [(tree, child) for _, child in reversed(tree.children(decided, math.inf))]
     return Checked(bound_s=math.inf, nodes=most_nodes, complete=not waiting)
 
 
 def _searched(problem: PlanningProblem, claimed_s: float, most_nodes: int) -> Checked:
     """Look for a plan that fits and takes less than the claimed bound."""
     trees = _trees(problem)
-    waiting = [(tree.remaining_s[0], number, ()) for number, tree in enumerate(trees)]
+    waiting = [(tree.bound(()), number, ()) for number, tree in enumerate(trees)]
     heapq.heapify(waiting)
     for nodes in range(most_nodes):
         if not waiting or waiting[0][0] >= claimed_s:
@@ -107,7 +106,7 @@ def _searched(problem: PlanningProblem, claimed_s: float, most_nodes: int) -> Ch
         if tree.may_fit(decided):
             if len(decided) == len(tree.options):
                 raise WrongProof(f"a plan takes {bound_s} s, and claimed was {claimed_s} s: {tree.layouts(decided)}")
-            for child in tree.children(decided, bound_s, claimed_s):
+            for child in tree.children(decided, claimed_s):
                 heapq.heappush(waiting, (child[0], number, child[1]))
     return Checked(bound_s=waiting[0][0], nodes=most_nodes, complete=False)
 
@@ -128,11 +127,11 @@ class _Tree:
         description, hardware, job = problem.description, problem.hardware, problem.job
         timer = UnitTimer(description, hardware, job, batch)
         self.options = [
-            sorted((timer(i, one).total_s, n, one) for n, one in enumerate(own)) for i, own in enumerate(space)
+            [(time.total_s, time.issued_s, one) for one in own for time in [timer(i, one)]]
+            for i, own in enumerate(space)
         ]
-        """Seconds and layout of each choice of each unit, the fastest first."""
-        fastest = [own[0][0] for own in self.options]
-        self.remaining_s = [sum(fastest[i:]) for i in range(len(fastest) + 1)]
+        """The device's and the CPU's seconds, and the layout, of each choice of each unit."""
+        self._fastest = [tuple(min(one[kind] for one in own) for kind in (0, 1)) for own in self.options]
         self._bytes = once_per_shape(
             description.units, partial(unit_bytes, world_size=hardware.world_size, job=job, batch=batch)
         )
@@ -144,11 +143,16 @@ class _Tree:
             for index, segment in enumerate(description.segments)
         ]
 
-    def children(self, decided: tuple[int, ...], bound_s: float, most_s: float) -> list[tuple[float, tuple[int, ...]]]:
+    def children(self, decided: tuple[int, ...], most_s: float) -> list[tuple[float, tuple[int, ...]]]:
         """Return the choices of the next unit that may take less than `most_s`, with their bounds."""
-        own = self.options[len(decided)]
-        each = ((bound_s + seconds - own[0][0], (*decided, n)) for n, (seconds, _, _) in enumerate(own))
-        return list(itertools.takewhile(lambda child: child[0] < most_s, each))
+        every = [(*decided, n) for n in range(len(self.options[len(decided)]))]
+        return sorted((bound_s, one) for one in every if (bound_s := self.bound(one)) < most_s)
+
+    def bound(self, decided: Sequence[int]) -> float:
+        """Return the seconds of the fastest completion: the larger sum of the device's and of the CPU's."""
+        chosen = [own[n] for own, n in zip(self.options, decided, strict=False)]
+        rest = self._fastest[len(decided) :]
+        return max(sum(one[kind] for one in (*chosen, *rest)) for kind in (0, 1))
 
     def layouts(self, decided: Sequence[int]) -> list[UnitLayout]:
         """Return the layouts of the units that are decided."""

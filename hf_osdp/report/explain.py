@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ..errors import InfeasibleError, PlanError
 from ..planner.cost.memory import bytes_needed
-from ..planner.cost.timing import UnitTimer
+from ..planner.cost.timing import UnitTimer, step_seconds
 from ..planner.decision import UnitLayout
 from ..planner.files import plain
 from ..planner.plan import Plan
@@ -41,10 +41,12 @@ def explain(plan: Plan, inputs: PlanInputs) -> Content:
     problem = inputs.problem(limit or _UNLIMITED, plan.strategy)
     layouts = plan.layouts(inputs.description)
     timer = UnitTimer(inputs.description, inputs.hardware, inputs.job, plan.batch)
+    times = [timer(i, own) for i, own in enumerate(layouts)]
     *_, space = search_spaces(replace(problem, strategy=Strategy.OSDP), plan.batch)
     for row, units in zip(content["estimated"]["units"], unit_rows(plan, inputs.description), strict=True):
+        rest = [time for i, time in enumerate(times) if i not in units]
         added = {
-            other: sum(timer(i, other).total_s - timer(i, layouts[i]).total_s for i in units)
+            other: step_seconds([*rest, *(timer(i, other) for i in units)]) - step_seconds(times)
             for other in space[units[0]]
             if other != layouts[units[0]]
         }

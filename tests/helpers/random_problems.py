@@ -229,7 +229,8 @@ def plans_of(asked: PlanningProblem, batch: Batch, space: Space) -> Iterator[Pla
     for layouts in itertools.product(*space):
         needed = bytes_needed(description, layouts, hardware, asked.job, batch)
         if needed.host <= most:
-            step_s = math.fsum(timer(index, one).total_s for index, one in enumerate(layouts))
+            times = [timer(index, one) for index, one in enumerate(layouts)]
+            step_s = max(math.fsum(one.total_s for one in times), math.fsum(one.issued_s for one in times))
             yield Planned(needed.device, step_s, needed.host, batch, layouts)
 
 

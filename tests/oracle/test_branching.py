@@ -94,25 +94,6 @@ def test_fastest_is_the_optimum_of_the_whole_program(monkeypatch, seed, broken):
     assert candidate.solver(limit).run(found.objective * (1 - 1e-6)) is None
 
 
-@pytest.mark.parametrize("forms", [False, True])
-@pytest.mark.parametrize("seed", range(4))
-def test_branching_on_meshes_loses_no_plan(monkeypatch, seed, forms):
-    """Each branch is a part of all plans: with a mesh that is formed in any case, or without it."""
-    candidate, limit = question(seed)
-    if not (meshes := {mesh for g in candidate.timeline.groups for o in g.options for mesh in o.meshes}):
-        pytest.skip("no plan has a mesh")
-    timeline = replace(candidate.timeline, communicator_bytes=max(1, limit // 50))
-    best = []
-    for mesh in (None, *sorted(meshes)):
-        kept = {g: {o for o in g.options if forms or mesh not in o.meshes} for g in timeline.groups}
-        forming = frozenset({mesh} - {None}) if forms else frozenset()
-        part = timeline if mesh is None else timeline.keeping(kept)
-        program = Program(part, candidate.problem.job, limit, runs=every_run(part), forming=forming)
-        program.minimize_seconds(steps(timeline))
-        best.append(program.bound if program.solve() else float("inf"))
-    assert min(best) == best[0] < float("inf")
-
-
 @pytest.mark.parametrize("times_the_least", [1.3, 2.0])
 def test_no_plan_costs_less_than_bound_and_its_options(times_the_least):
     """Groups of equal units share options, but not what these add."""

@@ -1,4 +1,4 @@
-"""A machine with one better figure makes no choice of a unit slower, and so no plan; but for a GPU that waits."""
+"""A machine with one better figure makes no choice of a unit slower, and so no plan."""
 
 import itertools
 import random
@@ -20,8 +20,6 @@ from tests.helpers.random_problems import spaces, wide
 from tests.helpers.sampling import slow_but
 
 EQUAL = 1e-9
-MOST_SLOWER = 0.05
-"""Of random problems, where a GPU waits for the CPU: 3.4 % was the most seen."""
 
 
 def better(hardware: Hardware) -> Iterator[tuple[str, Hardware]]:
@@ -58,17 +56,18 @@ def better(hardware: Hardware) -> Iterator[tuple[str, Hardware]]:
 
 
 def check(asked: PlanningProblem, dice: random.Random) -> None:
+    """Neither the device's nor the CPU's seconds of any choice grow: a step is the larger sum of both."""
     description, hardware, job = asked.description, asked.hardware, asked.job
-    may_wait = hardware.backend.overlaps and hardware.device.operator_s > 0
     for (batch, space), (figure, machine) in itertools.product(spaces(asked), better(hardware)):
         before, after = (UnitTimer(description, one, job, batch) for one in (hardware, machine))
-        units = [(i, own if may_wait else dice.sample(own, min(20, len(own)))) for i, own in enumerate(space)]
-        was, now = ([[of(i, one).total_s for one in own] for i, own in units] for of in (before, after))
-        if may_wait and figure in ("FLOP/s", "memory", "CPU"):
-            assert sum(map(min, now)) <= sum(map(min, was)) * (1 + MOST_SLOWER), figure
-            continue
-        for olds, news in zip(was, now, strict=True):
-            assert all(new <= old * (1 + EQUAL) for old, new in zip(olds, news, strict=True)), figure
+        for index, own in enumerate(space):
+            for layout in dice.sample(own, min(20, len(own))):
+                old, new = before(index, layout), after(index, layout)
+                assert new.total_s <= old.total_s * (1 + EQUAL), figure
+                # where no plan waits, the CPU's seconds are left out
+                assert not old.issued_s or new.issued_s <= old.issued_s * (1 + EQUAL), figure
+        layouts = [dice.choice(own) for own in space]
+        assert after.estimate(layouts).step_s <= before.estimate(layouts).step_s * (1 + EQUAL), figure
 
 
 def issuing(description: ModelDescription, seed: int, numbers: Sequence[int] = (0, 5, 50, 500)) -> ModelDescription:
@@ -93,9 +92,8 @@ def test_better_figure_makes_no_random_plan_slower(first):
         check(replace(asked, description=issuing(asked.description, seed)), dice)
 
 
-def of_transformer(name: str, **device: float) -> PlanningProblem:
+def of_transformer(name: str) -> PlanningProblem:
     hardware = preset(name, nodes=2, devices_per_node=4)
-    hardware = replace(hardware, device=replace(hardware.device, **device))
     model = issuing(transformer(layers=4, hidden=1024, vocabulary=1000, sequence_length=128), 0, (40, 80))
     precision = Precision.named("no" if name == "cpu" else "bf16")
     return problem(model, hardware, TrainingJob(global_batch_size=16, micro_batch_size=2, precision=precision))
@@ -103,15 +101,4 @@ def of_transformer(name: str, **device: float) -> PlanningProblem:
 
 @pytest.mark.parametrize("name", ["cpu", "a100-80", "rtx-4090"])
 def test_better_figure_makes_no_plan_of_a_transformer_slower(name):
-    issues = {} if name == "cpu" else {"operator_s": 0.0}
-    check(of_transformer(name, **issues), random.Random(0))
-
-
-@pytest.mark.xfail(
-    strict=True, reason="waits for the CPU and for messages are added, though the CPU goes on meanwhile"
-)
-def test_better_figure_makes_no_plan_slower_where_a_gpu_waits():
-    """With twice the FLOP/s the wait for the CPU moves to segments without messages, and those with messages hide
-    less: the fastest plan is said to take a quarter longer.
-    """
-    check(of_transformer("a100-80"), random.Random(0))
+    check(of_transformer(name), random.Random(0))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NamedTuple
 
 from ..affine import Affine
 from ..decision import Batch, UnitLayout
-from ..description import GatherSpan, ModelDescription, PhaseCost, Recomputation, UnitDescription
+from ..description import GatherSpan, ModelDescription, PhaseCost, UnitDescription
 from ..hardware import Collective, Hardware
 from ..placement import Activations
 from ..token_budget import TokenBudget
@@ -47,6 +47,8 @@ class UnitTime:
     optimizer_s: float
     update_gathers_s: float = 0.0
     """The part of `optimizer_s` in which updates of matrices are gathered."""
+    issued_s: float = 0.0
+    """The CPU's seconds to issue everything to a GPU, and `optimizer_s`, which follows; 0 if no plan waits for it."""
     waits_s: float = 0.0
     """The part of `compute_s` in which a GPU waits for the CPU to issue work."""
 
@@ -70,6 +72,11 @@ class TimeEstimate:
         return float(sum(getattr(unit, term) for unit in self.units))
 
 
+def step_seconds(units: Sequence[UnitTime]) -> float:
+    """Return the seconds of a step: a GPU works while the CPU issues what follows, and the longer of both counts."""
+    return max(sum(unit.total_s for unit in units), sum(unit.issued_s for unit in units))
+
+
 def phase_affine(phase: PhaseCost, description: ModelDescription, hardware: Hardware) -> Affine:
     """Return the seconds of a phase on one device as a function of samples: as measured, else by a roofline, on the
     CPU plus dispatch.
@@ -90,73 +97,41 @@ def phase_affine(phase: PhaseCost, description: ModelDescription, hardware: Hard
     )
 
 
-def phases(
-    description: ModelDescription, hardware: Hardware, samples: float, activations: Activations
-) -> list[tuple[float, float]]:
-    """Return the device's seconds and the CPU's seconds to issue them, of each segment's forward and backward in turn;
-    all units have the same choice of activations.
-    """
-    costs = (segment.under(activations.recomputation) for segment in description.segments)
-    return [
-        (
-            max(0.0, phase_affine(phase, description, hardware)(samples)),
-            phase.operators(samples) * hardware.device.operator_s,
-        )
-        for segment in costs
-        for phase in (segment.forward, segment.backward)
-    ]
-
-
-def passes(
-    description: ModelDescription,
-    hardware: Hardware,
-    work: Sequence[tuple[float, float]],
-    queued: Sequence[tuple[float, float]],
-) -> list[tuple[float, float]]:
-    """Return the seconds of each segment's forward and backward in one micro-step, including time in which a GPU waits
-    for the CPU.
-
-    `work` is that of `phases`. `queued` has the CPU's seconds for each unit beside its operators, which may be below 0
-    where other work of the device leaves the CPU time.
-    """
-    if not hardware.backend.overlaps:
-        return [(forward, backward) for (forward, _), (backward, _) in zip(work[::2], work[1::2], strict=True)]
-    left = dict(enumerate(queued))
-    more = [s for segment in description.segments for s in left.pop(segment.unit, (0.0, 0.0))]
-    issued = [issue_s + more_s for (_, issue_s), more_s in zip(work, more, strict=True)]
-    lacking = [max(0.0, issue_s - done) for issue_s, (done, _) in zip(issued, work, strict=True)]
-    share = max(0.0, sum(issued) - sum(done for done, _ in work)) / (sum(lacking) or 1.0)
-    seconds = [done + share * lack for (done, _), lack in zip(work, lacking, strict=True)]
-    return list(zip(seconds[::2], seconds[1::2], strict=True))
-
-
 def unit_work(
-    description: ModelDescription,
-    hardware: Hardware,
-    samples: float,
-    activations: Activations = Activations.SAVE,
-    queued: Sequence[tuple[float, float]] = (),
-    *,
-    timed: Callable[[Activations], list[tuple[float, float]]] | None = None,
+    description: ModelDescription, hardware: Hardware, samples: float, activations: Activations = Activations.SAVE
 ) -> tuple[tuple[float, ...], tuple[Windows, ...]]:
     """Return each unit's forward and backward compute in one micro-step, and the compute that its communication can
     overlap.
 
     `activations` is the choice of the unit itself; the forward of the preceding segment counts as if everything were
-    saved. The first segment has no preceding one, so that its gather in forward overlaps nothing. `queued` is that of
-    `passes`; `timed` is a cache of `phases` by choice of activations.
+    saved. The first segment has no preceding one, so that its gather in forward overlaps nothing.
     """
-    timed = timed or partial(phases, description, hardware, samples)
+
+    def seconds(phase: PhaseCost) -> float:
+        return max(0.0, phase_affine(phase, description, hardware)(samples))
+
     compute_s = [0.0] * len(description.units)
     windows = [Windows() for _ in description.units]
-    before, overlaps = 0.0, hardware.backend.overlaps
-    own, plain = (passes(description, hardware, timed(choice), queued) for choice in (activations, Activations.SAVE))
-    for segment, (forward, backward), (saved, _) in zip(description.segments, own, plain, strict=True):
+    before = 0.0
+    for segment in description.segments:
+        own = segment.under(activations.recomputation)
+        forward, backward = seconds(own.forward), seconds(own.backward)
         compute_s[segment.unit] += forward + backward
-        if overlaps and description.units[segment.unit].span is GatherSpan.USE:
+        if hardware.backend.overlaps and description.units[segment.unit].span is GatherSpan.USE:
             windows[segment.unit] = Windows(forward=before, backward=backward)
-        before = saved
+        before = seconds(segment.forward)
     return tuple(compute_s), tuple(windows)
+
+
+def issue_seconds(
+    description: ModelDescription, hardware: Hardware, samples: float, activations: Activations
+) -> tuple[float, ...]:
+    """Return the CPU's seconds to issue each unit's operators in one micro-step."""
+    operators = [0.0] * len(description.units)
+    for segment in description.segments:
+        own = segment.under(activations.recomputation)
+        operators[segment.unit] += own.forward.operators(samples) + own.backward.operators(samples)
+    return tuple(number * hardware.device.operator_s for number in operators)
 
 
 class UnitTimer:
@@ -166,67 +141,65 @@ class UnitTimer:
         if job.lengths is not None:
             batch = job.lengths.expected(batch, hardware.world_size)
         self._description, self._hardware, self._job, self._batch = description, hardware, job, batch
+        samples = batch.micro_batch_size
         self.terms = once_per_shape(description.units, partial(unit_seconds, hardware=hardware, job=job))
-        self.transfers = cache(partial(host_transfers, description, hardware, batch.micro_batch_size))
+        self.transfers = cache(partial(host_transfers, description, hardware, samples))
         """`host_transfers` by choice of activations."""
-        self._queued = once_per_shape(description.units, self._queue_of)
-        self._timed = cache(partial(phases, description, hardware, batch.micro_batch_size))
-        self._known: dict[UnitLayout, tuple[tuple[float, ...], tuple[Windows, ...]]] = {}
-        self._done = cache(self._done_by_device)
+        self.work = cache(partial(unit_work, description, hardware, samples))
+        """`unit_work` by choice of activations, without what is on the host."""
+        self._operators = cache(partial(issue_seconds, description, hardware, samples))
+        self._queue = once_per_shape(description.units, self._queue_of)
+        self._run = {segment.unit for segment in description.segments}
+        self._may_wait = hardware.backend.overlaps and self._plans_may_wait()
 
-    def _done_by_device(self, policy: Recomputation | None) -> list[float]:
-        """Return each unit's seconds of work on the device in one micro-step."""
-        work, done_s = self._timed(Activations(recomputation=policy)), [0.0] * len(self._description.units)
-        for segment, (forward, _), (backward, _) in zip(
-            self._description.segments, work[::2], work[1::2], strict=True
-        ):
-            done_s[segment.unit] += forward + backward
-        return done_s
+    def _plans_may_wait(self) -> bool:
+        """Return whether the CPU may need longer to issue a micro-step of some plan than the device computes."""
+        policies = {one.recomputation: None for segment in self._description.segments for one in segment.recomputed}
+        kept = [Activations(recomputation=policy) for policy in (None, *policies)]
+        issued_s, done_s = 0.0, 0.0
+        for index in range(len(self._description.units)):
+            layouts = [
+                UnitLayout(shard_size=size, reshard_after_forward=True, activations=one)
+                for size in {1, self._hardware.world_size}
+                for one in kept
+            ]
+            issued_s += max(self._issued(index, layout) for layout in layouts)
+            done_s += min(self.work(one)[0][index] for one in kept)
+        return issued_s > done_s
 
-    def work(self, layout: UnitLayout) -> tuple[tuple[float, ...], tuple[Windows, ...]]:
-        """Return `unit_work` as if all units were replicas or sharded, recomputed, freed and reduced by this layout;
-        those that are gathered for the whole step are never freed.
-        """
-        # the fields that count here; with others the result would depend on which layout came first
-        world_size = self._hardware.world_size
-        alike = UnitLayout(
-            shard_size=1 if layout.is_replica else world_size,
-            reshard_after_forward=layout.reshard_after_forward,
-            reduce_every_micro_step=layout.reduce_every_micro_step,
-            activations=Activations(recomputation=layout.activations.recomputation),
-            on_host=layout.away and world_size == 1,  # else it would be a replica
-        )
-        if not self._hardware.backend.overlaps:
-            alike = replace(alike, shard_size=1, on_host=False)
-        if alike not in self._known:
-            queued = [self._queued(index, alike) for index in range(len(self._description.units))]
-            self._known[alike] = unit_work(
-                self._description, self._hardware, self._batch.micro_batch_size, alike.activations, queued,
-                timed=self._timed,
-            )  # fmt: skip
-        return self._known[alike]
+    def _issued(self, index: int, layout: UnitLayout) -> float:
+        """Return the CPU's seconds to issue a unit's micro-step; a unit that never runs is not gathered."""
+        return self._operators(_on_device(layout))[index] + self._queue(index, layout) if index in self._run else 0.0
 
-    def _queue_of(self, unit: UnitDescription, layout: UnitLayout) -> tuple[float, float]:
-        """Return `queue_seconds` of a unit, less the time in which the device copies: the CPU goes on meanwhile."""
+    def _queue_of(self, unit: UnitDescription, layout: UnitLayout) -> float:
         layout = replace(layout, reshard_after_forward=unit.span.reshards(layout.reshard_after_forward))
-        forward, backward = queue_seconds(unit, layout, self._hardware, self._job, self._batch)
-        if not forward + backward:
-            return 0.0, 0.0
-        terms = unit_seconds(unit, layout, self._hardware, self._job)
-        return forward - terms.copy_forward, backward - terms.copy_backward
+        return queue_seconds(unit, layout, self._hardware, self._job, self._batch)
 
     def __call__(self, index: int, layout: UnitLayout) -> UnitTime:
-        """Return the seconds of a unit under a layout."""
+        """Return the seconds of a unit under a layout, without waits for the CPU."""
         compute_s, windows, transfer = self._parts(index, layout)
         time = unit_time(self.terms(index, layout), layout, windows, compute_s, self._batch, transfer)
-        done_s = self._done(layout.activations.recomputation)[index]
-        return replace(time, waits_s=self._batch.accumulation_steps * (compute_s - done_s))
+        if not self._may_wait:
+            return time
+        issued_s = self._batch.accumulation_steps * self._issued(index, layout)
+        return replace(time, issued_s=issued_s + time.optimizer_s)
 
     def estimate(self, layouts: Sequence[UnitLayout]) -> TimeEstimate:
         """Return the seconds of a step, by unit and kind; `layouts` has one layout per unit, in the description's
-        order.
+        order. A wait for the CPU is divided among units in proportion to what it issues for them.
         """
-        return TimeEstimate(units=tuple(map(self, range(len(layouts)), layouts)))
+        units = tuple(map(self, range(len(layouts)), layouts))
+        waits_s = step_seconds(units) - sum(unit.total_s for unit in units)
+        if waits_s <= 0:
+            return TimeEstimate(units=units)
+        issued_s = sum(unit.issued_s for unit in units)
+        shares = [waits_s * unit.issued_s / issued_s for unit in units]
+        return TimeEstimate(
+            units=tuple(
+                replace(unit, compute_s=unit.compute_s + share, waits_s=share)
+                for unit, share in zip(units, shares, strict=True)
+            )
+        )
 
     def streams(self, layouts: Sequence[UnitLayout]) -> dict[str, tuple[float, float]]:
         """Return seconds of a step in each collective and in copies (`ACTIVATIONS`), all and exposed; what a unit's
@@ -245,10 +218,13 @@ class UnitTimer:
         return totals
 
     def _parts(self, index: int, layout: UnitLayout) -> tuple[float, Windows, HostTransfer]:
-        # units that are kept for the whole step count as if the blocks were freed
-        whole_step = self._description.units[index].span is GatherSpan.STEP
-        compute_s, windows = self.work(replace(layout, reshard_after_forward=True) if whole_step else layout)
+        compute_s, windows = self.work(_on_device(layout))
         return compute_s[index], windows[index], self.transfers(layout.activations)[index]
+
+
+def _on_device(layout: UnitLayout) -> Activations:
+    """Return a layout's choice of activations without what is on the host."""
+    return Activations(recomputation=layout.activations.recomputation)
 
 
 class Overlap(NamedTuple):

@@ -375,20 +375,20 @@ def _copy_seconds(
 
 def queue_seconds(
     unit: UnitDescription, layout: UnitLayout, hardware: Hardware, job: TrainingJob, batch: Batch
-) -> tuple[float, float]:
-    """Return the CPU's seconds for a unit beside a GPU and beside its operators, in forward and in backward of a
-    micro-step; the latter include a part of the optimizer step.
+) -> float:
+    """Return the CPU's seconds for a unit beside a GPU and beside its operators, in a micro-step, with a part of the
+    optimizer step.
     """
     cast = cast_parameters(unit.parameters, job)
     if not hardware.backend.overlaps or (layout.is_replica and not cast and hardware.world_size == 1):
-        return 0.0, 0.0
+        return 0.0
     overhead, trainable = hardware.queueing, len(unit.trainable)
     update = overhead.updates[job.optimizer.step](trainable, 0) / batch.accumulation_steps
     if layout.is_replica:
-        return overhead.copy(len(cast), 0), overhead.flatten(trainable, 0) + update
-    gather, reduce = overhead.gather(len(unit.parameters), 0), overhead.reduce(trainable, 0)
-    last = batch.reduce_scatters(layout) * reduce / batch.accumulation_steps + update
-    return gather, last + (gather if layout.reshard_after_forward else 0.0)
+        return overhead.copy(len(cast), 0) + overhead.flatten(trainable, 0) + update
+    gathers = overhead.gather(len(unit.parameters), 0) * (2 if layout.reshard_after_forward else 1)
+    reduces = batch.reduce_scatters(layout) * overhead.reduce(trainable, 0) / batch.accumulation_steps
+    return gathers + reduces + update
 
 
 def _nbytes(parameters: Iterable[ParameterSpec], dtype_of: Callable[[ParameterSpec], DType], g: int = 1) -> int:

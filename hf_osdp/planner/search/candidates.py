@@ -23,6 +23,8 @@ from .timeline import BatchCosts, build_timeline
 
 UNLIMITED = 2**60
 """More bytes than any device has."""
+_EQUAL = 1 + 1e-12
+"""Ratio of equal seconds that were added in other orders."""
 LEAST_WORK = 0.5
 """Most work to find the lowest peak, in CP-SAT's deterministic seconds; nearly all take hundredths."""
 
@@ -41,12 +43,10 @@ class Candidate:
         """The timeline, with the options that are not dominated."""
         return build_timeline(self.costs, self.space)
 
-    @cached_property
+    @property
     def least_s(self) -> float:
         """Lower bound on the seconds of a step: each unit takes its fastest option."""
-        return sum(
-            len(group.units) * min(option.seconds for option in group.options) for group in self.timeline.groups
-        )
+        return max(self.timeline.least)
 
     @cached_property
     def floor_bytes(self) -> int:
@@ -84,13 +84,17 @@ class Candidate:
         return needed.less(hardware.unavoidable_bytes)
 
     def quickest(self, limit_bytes: int) -> Solution | None:
-        """Return the plan of each unit's fastest option if it fits, else None. It needs no solver."""
-        layouts = self._each(lambda o: (o.seconds, o.stays))
-        return (
-            Solution(layouts=layouts, objective=self.least_s, bound=self.least_s)
-            if self._fit(layouts, limit_bytes)
-            else None
+        """Return the plan of each unit's fastest option if it fits and no plan is faster, else None. It needs no
+        solver.
+        """
+        done, issued = self.timeline.least
+        layouts = self._each(
+            lambda o: (o.seconds, o.issued, o.stays) if done >= issued else (o.issued, o.seconds, o.stays)
         )
+        seconds = self.timeline.seconds(layouts)
+        if seconds > self.least_s * _EQUAL or not self._fit(layouts, limit_bytes):
+            return None
+        return Solution(layouts=layouts, objective=seconds, bound=seconds)
 
     def simpler(self, layouts: Layouts, limit_bytes: int, price_s: float) -> tuple[Layouts, int]:
         """Return a plan of no other layouts than these with the least sum of seconds and prices of parts

@@ -70,8 +70,6 @@ class Relaxation:
     """Lower bound on the objective of every plan."""
     added: dict[UnitGroup, dict[Option, float]]
     """Reduced costs: the least that a unit with this option adds to the bound."""
-    value: Callable[[Count], float]
-    """Value of a variable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -165,19 +163,14 @@ class IntegerModel:
         costs = [0] * len(domains)
         for index, cost in zip(objective.vars, objective.coeffs, strict=True):
             costs[index] = int(cost)
-        found = _minimum(rows, domains, costs)
-        if found is None:
+        proof = _minimum(rows, domains, costs)
+        if proof is None:
             return None
-        proof, values = found
         added = {
             group: {o: proof.reduced[x.index] / 2**_SHIFT for o, x in zip(group.options, own.counts, strict=True)}
             for group, own in self._groups.items()
         }
-        return Relaxation(
-            bound=-(-proof.bound >> _SHIFT) + int(objective.offset),
-            added=added,
-            value=lambda variable: values[variable.index],
-        )
+        return Relaxation(bound=-(-proof.bound >> _SHIFT) + int(objective.offset), added=added)
 
     def _assigned(self, number: Callable[[Count], int]) -> dict[int, UnitLayout]:
         """Return each unit's layout, given the number of units that take each option."""
@@ -265,10 +258,8 @@ def _rows(program: cp_model_helper.CpModelProto) -> list[_Row]:
     return rows
 
 
-def _minimum(
-    rows: Sequence[_Row], domains: Sequence[tuple[int, ...]], costs: Sequence[int]
-) -> tuple[Proof, list[float]] | None:
-    """Return what GLOP's dual values prove, and its values of the variables; None if it finds no optimum.
+def _minimum(rows: Sequence[_Row], domains: Sequence[tuple[int, ...]], costs: Sequence[int]) -> Proof | None:
+    """Return what GLOP's dual values prove; None if it finds no optimum.
 
     Variables that may be negative are relative to their upper bound, and rows are scaled to a largest coefficient of
     1, because they mix bytes and counts.
@@ -299,8 +290,7 @@ def _minimum(
     if solver.Solve() != pywraplp.Solver.OPTIMAL:
         return None
     duals = [row.dual_value() * most / scale for row, scale in zip(solver.constraints(), scales, strict=True)]
-    values = [v.solution_value() * unit for v, unit in zip(solver.variables(), units, strict=True)]
-    return _proof(rows, domains, costs, duals), values
+    return _proof(rows, domains, costs, duals)
 
 
 def _proof(

@@ -15,6 +15,7 @@ import functools
 import operator
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TypeAlias
 
 from ..cost.moments import CallMoments, SegmentBytes, backward_moments, contributions, highest_moments
@@ -29,6 +30,8 @@ class Option:
     layout: UnitLayout
     bytes: UnitBytes
     seconds: float
+    issued: float = 0.0
+    """The CPU's seconds; a step takes the larger sum of both (`step_seconds`)."""
     segment: SegmentBytes | None = None
     """What the unit's call saves and takes; None for a unit that is gathered for the whole step."""
     meshes: frozenset[Mesh] = frozenset()
@@ -92,7 +95,7 @@ def undominated(options: Iterable[Option], *, by_memory: bool = False, meshes: b
 
     def dominates(other: Option, option: Option) -> bool:
         return (
-            (by_memory or other.seconds <= option.seconds)
+            (by_memory or (other.seconds <= option.seconds and other.issued <= option.issued))
             and (not meshes or other.meshes <= option.meshes)
             and all(map(operator.le, other.levels, option.levels))
         )
@@ -139,7 +142,7 @@ class RootSegment:
 Part: TypeAlias = "UnitGroup | RootSegment"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Timeline:
     """All parts of a micro-step, in forward order."""
 
@@ -159,6 +162,20 @@ class Timeline:
     def groups(self) -> tuple[UnitGroup, ...]:
         """All groups; the search chooses options for each."""
         return (*(p for p in self.parts if isinstance(p, UnitGroup)), *self.whole_step, *self.idle)
+
+    @functools.cached_property
+    def least(self) -> tuple[float, float]:
+        """The device's and the CPU's seconds if each unit takes the option that has least."""
+        done, issued = (
+            sum(len(group.units) * min(map(seconds, group.options)) for group in self.groups)
+            for seconds in (attrgetter("seconds"), attrgetter("issued"))
+        )
+        return done, issued
+
+    def seconds(self, layouts: Mapping[int, UnitLayout]) -> float:
+        """Return the seconds of a step."""
+        chosen = self.chosen(layouts)
+        return max(sum(option.seconds for option in chosen), sum(option.issued for option in chosen))
 
     @property
     def least_host_bytes(self) -> int:

@@ -23,7 +23,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ..cost.moments import CallMoments, all_kinds, backward_moments, end_moments, forward_moments
-from ..decision import REPLICAS, WHOLE_WORLD, Mesh, groups_in
+from ..decision import REPLICAS, WHOLE_WORLD, groups_in
 from ..training_job import OptimizerStep, TrainingJob
 from .integer_model import GroupCounts, IntegerModel, Run
 from .options import Option, RootSegment, Timeline, UnitGroup
@@ -49,7 +49,6 @@ class Program(IntegerModel):
         job: the training job; only its optimizer step matters here.
         limit_bytes: the most that a moment may take.
         runs: runs whose moments are constrained.
-        forming: meshes that are formed in any case.
         lowest: make the limit a variable up to `limit_bytes`, for `minimize_limit`.
     """
 
@@ -60,13 +59,10 @@ class Program(IntegerModel):
         limit_bytes: int,
         *,
         runs: Set[Run] = frozenset(),
-        forming: Set[Mesh] = frozenset(),
         lowest: bool = False,
     ) -> None:
         super().__init__(timeline, limit_bytes, runs, lowest=lowest)
-        self._timeline, self._job, self._forming = timeline, job, forming
-        self.formed: dict[Mesh, Count] = {}
-        """Whether each mesh is formed that takes memory."""
+        self._timeline, self._job = timeline, job
         self._parts = [self._groups[part] if isinstance(part, UnitGroup) else part for part in timeline.parts]
         self._whole_step = [self._groups[group] for group in timeline.whole_step]
         self._of_unit = {own.group.units[0]: own for own in self._whole_step}
@@ -79,10 +75,21 @@ class Program(IntegerModel):
         self._constrain_finish(self._constrain_backward(self._constrain_forward()))
 
     def minimize_seconds(self, scale: float, at_most: int | None = None, price_s: float = 0.0) -> None:
-        """Set the objective Σ scale · seconds, each rounded down, with an upper bound if given, and a price for each
-        part of a plan (`Option.parts`).
+        """Set the objective, the larger of Σ scale · seconds and Σ scale · issued, each rounded down, with an upper
+        bound if given, and a price for each part of a plan (`Option.parts`).
         """
-        cost = self._sum(self._groups.values(), lambda option: min(int(option.seconds * scale), _MOST_COST))
+
+        def in_steps(seconds: float) -> int:
+            return min(int(seconds * scale), _MOST_COST)
+
+        cost = self._sum(self._groups.values(), lambda option: in_steps(option.seconds))
+        issued = self._sum(self._groups.values(), lambda option: in_steps(option.issued))
+        if not isinstance(issued, int):
+            most = sum(len(g.units) * max(in_steps(o.issued) for o in g.options) for g in self._groups)
+            waits = self._model.new_int_var(-most, most, "")  # symmetric, so that the linear solver scales it
+            self._model.add(waits >= 0)
+            self._model.add(waits >= issued - cost)
+            cost = cost + waits
         if price_s:
             cost = cost + round(price_s * scale) * sum(self._taken(lambda o: o.parts).values())
         self._model.minimize(cost)
@@ -116,9 +123,7 @@ class Program(IntegerModel):
         one unit needs it.
         """
         nbytes = self._timeline.communicator_bytes
-        self.formed = formed = self._taken(lambda o: sorted(o.meshes)) if nbytes else {}
-        for mesh in sorted(self._forming & formed.keys()):
-            self._model.add(formed[mesh] >= 1)
+        formed = self._taken(lambda o: sorted(o.meshes)) if nbytes else {}
         more: Bytes = sum(groups_in([mesh]) * nbytes * literal for mesh, literal in formed.items())
         if REPLICAS in formed and WHOLE_WORLD in formed:
             both = self._model.new_bool_var("")

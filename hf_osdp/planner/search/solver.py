@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from ..cost.memory import Needed
-from ..decision import Mesh, UnitLayout
+from ..decision import UnitLayout
 from ..training_job import TrainingJob
 from .integer_model import MIN_GAIN, Relaxation, Run
 from .options import Option, Timeline, UnitGroup, undominated
@@ -34,8 +34,6 @@ _FEW, _MORE = 12, 4
 """Options of each group in the search for a first plan, and the factor by which they grow while none is found."""
 _FIRST_GAP = 1e-3
 """Relative gap of the search for a first plan, which only bounds the search after it."""
-_WHOLE = 1e-6
-"""Distance from a whole number that counts as none."""
 _ALIKE = 0.03
 """Relative difference up to which peaks are similar."""
 _TERMS = 16
@@ -58,7 +56,7 @@ class Solution:
     layouts: Layouts
     """Layout of each unit, by index."""
     objective: float
-    """Sum of the options' seconds in a step."""
+    """Seconds of a step."""
     bound: float
     """Proven lower bound on the objective of every plan."""
 
@@ -150,11 +148,10 @@ class FastestSearch:
         self._job, self._limit_bytes, self._walk = job, limit_bytes, walk
         self._solver = Solver(timeline, job, unit_of(limit_bytes), walk)
         self._groups = {group.units: group for group in self._solver.timeline.groups}
-        least_s = sum(len(group.units) * min(o.seconds for o in group.options) for group in timeline.groups)
-        self._scale = _RESOLUTION / (least_s or 1.0)
-        self._program = self._solver.program(limit_bytes)
-        self._program.minimize_seconds(self._scale)
-        self._root = self._program.relax()
+        self._scale = _RESOLUTION / (max(timeline.least) or 1.0)
+        program = self._solver.program(limit_bytes)
+        program.minimize_seconds(self._scale)
+        self._root = program.relax()
         self.bound_s = 0.0 if self._root is None else self._root.bound / self._scale
         """Lower bound on the seconds of every plan, by the relaxation with every option."""
 
@@ -175,10 +172,13 @@ class FastestSearch:
                 self._groups[group.units]: set(sorted(group.options, key=added.__getitem__)[:few])
                 for group, added in self._root.added.items()
             }
-            self._solve(first, frozenset(), _FIRST_GAP)
+            self._solve(first, _FIRST_GAP)
             few *= _MORE
         self._left = math.inf
-        self._explore(self._program, self._root, None, frozenset(), 0.0)
+        if self._root is None:
+            self._solve(None, 0.0)
+        elif self._root.bound < self._best * (1 - MIN_GAIN):
+            self._solve(self._worthwhile(self._root), 0.0, self._root.bound)
         if self._left >= self._best * (1 - MIN_GAIN):
             return self._found
         if self._best == math.inf:
@@ -198,42 +198,12 @@ class FastestSearch:
             for group, added in relaxed.added.items()
         }
 
-    def _explore(
-        self,
-        program: Program,
-        relaxed: Relaxation | None,
-        kept: Kept | None,
-        forming: frozenset[Mesh],
-        bound: float,
-    ) -> None:
-        """Search a program of these options that was relaxed: branch on a mesh that the relaxation forms in part, else
-        solve it. `bound` is what was known before.
-        """
-        if relaxed is None:
-            self._solve(kept, forming, 0.0, bound)
-            return
-        if relaxed.bound >= self._best * (1 - MIN_GAIN) or self._solver.work >= _MOST_WORK:
-            self._left = min(self._left, relaxed.bound)
-            return
-        kept = self._worthwhile(relaxed)
-        part = {mesh: abs(relaxed.value(formed) - 0.5) for mesh, formed in program.formed.items()}
-        mesh = min(part, key=part.__getitem__, default=None)
-        if mesh is None or part[mesh] > 0.5 - _WHOLE:
-            self._solve(kept, forming, 0.0, relaxed.bound)
-            return
-        without = {group: {o for o in options if mesh not in o.meshes} for group, options in kept.items()}
-        for less, formed in ((without, forming), (kept, forming | {mesh})):
-            if all(less.values()):
-                child = self._solver.program(self._limit_bytes, less, forming=formed)
-                self._minimize(child)
-                self._explore(child, child.relax(), less, formed, relaxed.bound)
-
     def _minimize(self, program: Program) -> None:
         """Set the objective, for plans faster than the best so far."""
         below = max(-1, int(self._best) - 1 - int(self._best * MIN_GAIN)) if self._best < math.inf else None
         program.minimize_seconds(self._scale, below)
 
-    def _solve(self, kept: Kept | None, forming: frozenset[Mesh], gap: float, bound: float = 0.0) -> None:
+    def _solve(self, kept: Kept | None, gap: float, bound: float = 0.0) -> None:
         """Take the fastest plan of these options, but for the gap. Where only rounding lets it fit, look for another
         under lower limits, which proves nothing.
         """
@@ -242,7 +212,7 @@ class FastestSearch:
         for most, work in ((lower, _MOST_OF_ONE),) if gap else ((limit, _MOST_OF_ONE), (lower, _LOWERED_WORK)):
             layouts, program = self._solver.solve(
                 most, self._minimize, min(work, _MOST_WORK - self._solver.work), kept=kept,
-                gap=max(gap, MIN_GAIN), forming=forming,
+                gap=max(gap, MIN_GAIN),
             )  # fmt: skip
             fits = layouts is not None and fit(self._solver.in_bytes, self._walk(layouts), limit)
             if most == limit and not (program.infeasible or (program.optimal and fits)):
@@ -254,7 +224,7 @@ class FastestSearch:
 
     def _take(self, layouts: Layouts) -> None:
         """Adopt layouts that fit if they cost less than the best so far."""
-        seconds = sum(option.seconds for option in self._solver.in_bytes.chosen(layouts))
+        seconds = self._solver.in_bytes.seconds(layouts)
         if (cost := seconds * self._scale) < self._best:
             self._found, self._best = Solution(layouts=layouts, objective=seconds, bound=seconds), cost
 
@@ -290,7 +260,7 @@ def simplest(
     """Return the layouts with the least sum of seconds and a price for each part of the plan (`Option.parts`), or the
     given ones if CP-SAT finds none that are as good within `_SIMPLE_WORK`.
     """
-    seconds, parts = sum(o.seconds for o in timeline.chosen(layouts)), timeline.count_parts(layouts)
+    seconds, parts = timeline.seconds(layouts), timeline.count_parts(layouts)
     scale = _RESOLUTION / seconds
     most = int((seconds + price_s * parts) * scale * (1 + MIN_GAIN))
     minimize = partial(Program.minimize_seconds, scale=scale, at_most=most, price_s=price_s)

@@ -59,22 +59,14 @@ class BatchCosts:
 
     def _segment_kinds(self) -> list[int]:
         """Return a number for each segment; segments have the same number if their units have equal options: equal
-        parameters, costs, and compute beside which they communicate. The latter is that of the segment before, under
-        two layouts: it differs under another only where it does under these, unless different seconds and waits add
-        up to the same.
+        parameters, costs, and compute beside which they communicate.
         """
         known: dict[tuple[object, ...], int] = {}
         kinds = []
-        sizes = {self.problem.hardware.world_size, 1}
-        layouts = [UnitLayout(shard_size=size, reshard_after_forward=True) for size in sizes]
         for index, segment in enumerate(self.problem.description.segments):
             unit = segment.unit
             policies = (None, *(policy.recomputation for policy in segment.recomputed))
-            windows = tuple(
-                self._timer.work(replace(layout, activations=Activations(recomputation=policy)))[1][unit]
-                for policy in policies
-                for layout in layouts
-            )
+            windows = tuple(self._timer.work(Activations(recomputation=policy))[1][unit] for policy in policies)
             alike = segment.each(lambda one: replace(one, unit=0))
             key = (self._shapes[unit], alike, self._merging.get(index, 0), windows)
             kinds.append(known.setdefault(key, len(known)))
@@ -115,11 +107,10 @@ class BatchCosts:
 
     def _make_option(self, unit: int, layout: UnitLayout, recomputed: bool) -> Option:
         """Return a layout with its bytes and seconds."""
-        hardware, terms = self.problem.hardware, self._memory(unit, layout)
-        index = self._index(unit)
+        index, time = self._index(unit), self._timer(unit, layout)
         return Option(
-            layout=layout, bytes=terms, seconds=self._timer(unit, layout).total_s, structure=self.structures[unit],
-            meshes=groups_of(layout, hardware.world_size),
+            layout=layout, bytes=self._memory(unit, layout), seconds=time.total_s, issued=time.issued_s,
+            structure=self.structures[unit], meshes=groups_of(layout, self.problem.hardware.world_size),
             segment=None if index is None else self.segment_bytes(index, layout.activations, recomputed),
         )  # fmt: skip
 

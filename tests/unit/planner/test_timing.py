@@ -19,7 +19,7 @@ from hf_osdp.planner.cost.timing import (
 from hf_osdp.planner.cost.units import UnitSeconds
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, PhaseCost, Segment
-from hf_osdp.planner.hardware import DDP_OPERATORS, Backend, FsdpOverhead, Hardware
+from hf_osdp.planner.hardware import DDP_OPERATORS, Backend, FsdpOverhead, Hardware, Link
 from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.training_job import OptimizerStep, Precision, TrainingJob
 from tests.helpers.descriptions import transformer, ways
@@ -107,18 +107,25 @@ def launching(operators: float) -> tuple[ModelDescription, Hardware]:
 
 
 def test_gpu_waits_where_issuing_takes_longer_than_work():
+    """The CPU goes on issuing while the device computes and waits for messages."""
     work = sum(compute_s(transformer(), hardware(), 4))
-    passes, units = 2 * len(transformer().segments), len({segment.unit for segment in transformer().segments})
-    hooks = [(work, work)] * len(transformer().units)
+    batch, layouts = Batch(micro_batch_size=4, accumulation_steps=1), everywhere(transformer(), 1)
+    alone = replace(hardware(), devices_per_node=1)
+    passes = 2 * len(transformer().segments)
+
+    def step_s(operators: float, machine: Hardware = alone) -> float:
+        description, gpu = launching(operators)
+        gpu = replace(machine, device=gpu.device)
+        return estimate_time(description, layouts, gpu, JOB, batch).step_s
+
     hidden = 0.5 * work / passes / 1e-3  # operators of a pass that take the CPU half as long as all the work
-    assert sum(compute_s(*launching(hidden), 4)) == pytest.approx(work)
-    description, gpu = launching(4 * hidden)
-    assert sum(compute_s(description, gpu, 4)) == pytest.approx(2 * work)
-    queued = unit_work(description, gpu, 4, queued=hooks)[0]
-    assert sum(queued) == pytest.approx(2 * work + 2 * units * work), "each unit's hooks run once in each pass"
-    assert sum(compute_s(description, gpu, 2)) == pytest.approx(2 * work), "fewer samples are no quicker"
-    before, after = (unit_work(*launching(operators), 4)[1] for operators in (0.0, 1e6))
-    assert all(b.backward > 100 * a.backward for a, b in zip(before, after, strict=True) if a.backward)
+    assert step_s(hidden) == step_s(0.0)
+    assert step_s(4 * hidden) - step_s(hidden) == pytest.approx(work)
+    slow = replace(hardware(), intra_node=Link(latency_s=1.0, bytes_per_s=1e12, source="made up"))
+    messages = estimate_time(transformer(), layouts, slow, JOB, batch).total("exposed_s")
+    assert messages > work
+    waits = 0.5 * messages / passes / 1e-3
+    assert step_s(waits, slow) == step_s(0.0, slow), "messages are waited for meanwhile"
 
 
 def test_phase_counts_attention_rate_and_bytes_of_products():
