@@ -31,13 +31,14 @@ class Muon(Kind):
         return type(optimizer) is torch.optim.Muon
 
     def known(self, device_type: str = "cuda") -> OptimizerSpec:
-        """Return the momentum, and temporaries for the matrices; refuse torch's overwritten momentum (`Tensor.bfloat16`
-        makes no copy).
+        """Return the momentum, and temporaries for the matrices; refuse a momentum that torch overwrites, since
+        `Tensor.bfloat16` makes no copy.
         """
         plain = [group for group in self.optimizer.param_groups if not group["nesterov"]]
         if any(getattr(p, "dtype", None) == torch.bfloat16 for group in plain for p in group["params"]):
             raise OSDPError(
-                "Muon without nesterov overwrites its momentum in bf16; set nesterov=True, or hold parameters in float32."
+                "Muon without nesterov overwrites its momentum in bf16; set nesterov=True, or hold parameters in"
+                " float32."
             )
         shapes = {tuple(parameter.shape) for group in self.optimizer.param_groups for parameter in group["params"]}
         return OptimizerSpec(
