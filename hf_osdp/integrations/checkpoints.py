@@ -49,7 +49,6 @@ from ..distributed.consensus import on_rank_zero, require_same
 from ..errors import CheckpointError
 from ..modeling.identity import dataset_text, model_texts, optimizer_texts, schedule_text
 from ..modeling.replaced import replaced
-from ..modeling.split.names import is_split, keep_positions
 from ..preparation.plan_run import PlannedRun
 from ..sharding.optimizers import kind_of
 from ..sharding.state import free_gathered
@@ -85,7 +84,6 @@ class AcceleratorCheckpoints(Accelerator):
         """
         _refuse_unused("save_state", kwargs)
         folder = on_rank_zero(lambda: self._new_folder(output_dir))
-        keep_whole_positions(self._models, self._optimizers)
         with self._writer.new(folder, **self._settings()) as staging:
             hidden: dict[str, Any] = {"_custom_objects": _Counted(self._custom_objects)}
             if self.is_fsdp2:
@@ -133,7 +131,6 @@ class AcceleratorCheckpoints(Accelerator):
         if own:
             _refuse_unused("load_state", kwargs.keys() - {"map_location"})
         warn_of_changes(folder, self._settings(), None if self.planned_run is None else self.planned_run.plan)
-        keep_whole_positions(self._models, self._optimizers)
         hidden: dict[str, Any] = {
             name: _Counted(getattr(self, name)) for name in ("_custom_objects", "_schedulers")
         } | ({"_models": [], "_optimizers": []} if own else {})
@@ -253,13 +250,6 @@ def _custom_file(folder: Path, index: int) -> Path:
 
 def _save_custom_state(obj: Stateful, file: Path) -> None:
     save_plain(file, obj.state_dict(), f"{type(obj).__name__}, registered for checkpointing,")
-
-
-def keep_whole_positions(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """For models with operators in slices, make optimizer states use the positions of the whole parameters."""
-    for model in models:
-        for optimizer in optimizers if is_split(model) else ():
-            keep_positions(optimizer, model)
 
 
 def model_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> nn.Module:

@@ -56,15 +56,10 @@ def shard_model(
 
 
 def apply_plan_unsharded(model: nn.Module, run: PlannedRun, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Apply the parts of a plan that need no FSDP2 to the model of a single process: recomputed blocks, operators
-    in slices.
-    """
-    names = parameter_names(model)
+    """Apply the parts of a plan that need no FSDP2 to the model of a single process, as recomputed blocks."""
     apply_plan(model, run.plan, run.units)
     for optimizer in optimizers:
-        if run.plan.split.cuts_parameters:
-            rebind_parameters(optimizer, names, model)
-        elif kind_of(optimizer).has_plain_states:
+        if kind_of(optimizer).has_plain_states:
             step_by_device(bare_optimizer(optimizer))
 
 

@@ -85,7 +85,7 @@ def apply_plan(
         device = meshes.device_type if meshes else collective_device().type
         require_same({"the plan": plan.fingerprint, "the model": units_text, "the device": device})
     pack(model)
-    apply_split(model, plan.split)
+    apply_split(model, plan.split, gathers=any(_is_managed(unit, plan, mp_policy) for unit in plan.units))
     plan.check(_as_description(model, units), world_size())
     refuse_changed(model, units)
     found = _find_units(model, plan, units)
