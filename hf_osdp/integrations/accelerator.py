@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.utils import DDPCommunicationHookType
@@ -74,7 +73,6 @@ class OSDPAccelerator(AcceleratorPreparation):
             )
         plugin, handlers = plugin_for(osdp, fsdp_plugin), list(kwargs_handlers or ())
         cpu = cpu or launch_request().use_cpu or not torch.accelerator.is_available()
-        self._schedules = WeakKeyDictionary()
         self._earlier_error = id(sys.exc_info()[1])  # being handled: of a training that failed before this one
         hooks = {getattr(handler, "comm_hook", DDPCommunicationHookType.NO) for handler in handlers} - {
             DDPCommunicationHookType.NO
