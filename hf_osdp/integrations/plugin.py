@@ -170,33 +170,15 @@ def compiled_modules(model: nn.Module) -> set[Any]:
     return set() if dynamo is None else {m for m in model.modules() if isinstance(m, dynamo.OptimizedModule)}
 
 
-def unwrapped(model: nn.Module, config: OSDPConfig) -> tuple[nn.Module, OSDPConfig]:
-    """Return a model without the wrappers of `torch.compile(module)`, around itself or its modules, and the
-    configuration, which compiles blocks if there were any.
-
-    Names of parameters below a wrapper begin with `_orig_mod.`, also in saved files, which `from_pretrained` would not
-    find.
-
-    Raises:
-        ValueError: a wrapper has another backend than Inductor, or the plan is given.
+def refuse_compiled(model: nn.Module) -> None:
+    """Refuse a model with a wrapper of `torch.compile(module)`, below which names of parameters begin with
+    `_orig_mod.`, also in files.
     """
-    if not (wrappers := compiled_modules(model)):
-        return model, config
-    if any(wrapper.get_compiler_config() is None for wrapper in wrappers):
+    if compiled_modules(model):
         raise ValueError(
-            "torch.compile(model) with a backend other than inductor cannot be planned; use inductor, or leave it out."
+            "torch.compile(model) was given; give the model itself, and OSDPConfig(compile=True), which compiles its"
+            " blocks."
         )
-    for module in list(model.modules()):
-        for name, child in module._modules.items():
-            if child in wrappers:
-                module._modules[name] = child._orig_mod  # type: ignore[union-attr, assignment]
-    _log.warning(
-        "torch.compile(model) was taken off, and the plan compiles the blocks with Inductor's defaults; its mode,"
-        " fullgraph, dynamic"
-        " and options are not used. Leave torch.compile out and set OSDPConfig(compile=True) instead."
-    )
-    plain: nn.Module = model._orig_mod if model in wrappers else model  # type: ignore[assignment]
-    return plain, replace(config, compile=True)
 
 
 def with_dynamo(config: OSDPConfig, state: AcceleratorState) -> OSDPConfig:
