@@ -91,7 +91,7 @@ class OSDPAccelerator(AcceleratorPreparation):
                 f"{launched_world_size()} processes were launched, but this one is not connected to the others;"
                 " pass cpu=True (TrainingArguments(use_cpu=True) with the Trainer) to run them on the CPU."
             )
-        self.plugin, self.config = plugin, plugin.asking(with_dynamo(plugin.config, self.state), self.device.type)
+        self.plugin, self.config = plugin, with_dynamo(plugin.config, self.state)
         self.precision = precision_of(
             self.mixed_precision, plugin.mixed_precision_policy, single_process=self.num_processes == 1
         )

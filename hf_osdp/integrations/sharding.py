@@ -45,7 +45,6 @@ def shard_model(
     apply_plan(
         model, run.plan, run.units,
         mp_policy=plugin.mixed_precision_policy or mp_policy(run.inputs.job.precision),
-        pin_memory=plugin.pin_memory,
     )  # fmt: skip
     if weights is not None:
         _load_from_rank_zero(model, weights, device)
