@@ -42,8 +42,8 @@ _calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 def prepare_group() -> None:
     """Prepare for the process group of `env://`: CUDA's allocator, and the launcher's store.
 
-    torchrun keeps its store over restarts (pytorch issue 135712), always with the rendezvous `static`, accelerate's
-    default: ranks would find addresses of processes that have ended.
+    torchrun keeps its store over restarts (pytorch issue 135712): ranks would find addresses of processes that have
+    ended.
     """
     prefer_expandable_segments()  # before the process group, which initialises CUDA
     if launched_world_size() == 1:
@@ -51,9 +51,8 @@ def prepare_group() -> None:
     _let_gloo_end()
     if most_restarts() and is_torchruns_store():
         raise LaunchError(
-            "A restart would find the store of the ranks that failed, and hang; start this run by"
-            " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend c10d --max-restarts ... (accelerate launch"
-            " --rdzv_backend c10d)."
+            "torchrun would restart this run with the store of the ranks that failed, and hang; start it by"
+            " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts ..."
         )
 
 

@@ -21,9 +21,7 @@ def test_restarts_with_a_store_that_torchrun_keeps_are_refused(monkeypatch):
     for restarts in (0, 3):
         for name, value in {**given, "TORCHELASTIC_MAX_RESTARTS": restarts}.items():
             monkeypatch.setenv(name, str(value))
-        refused = pytest.raises(
-            LaunchError, match="start this run by TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend c10d"
-        )
+        refused = pytest.raises(LaunchError, match="start it by TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun")
         with refused if restarts else nullcontext():
             prepare_group()
 
