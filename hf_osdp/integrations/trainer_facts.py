@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
+from transformers.utils import can_return_loss, find_labels
 
 from ..checkpoint.resume import recorded_manifest
 from ..distributed.consensus import on_rank_zero
@@ -196,6 +197,8 @@ def _batches(trainer: Trainer, config: OSDPConfig, loader: DataLoader[Any] | Non
             *_rows_and_collator(trainer, evaluated)
         )
     made_in_step = found is not None and not isinstance(found(1), Mapping)
+    if found is not None and not made_in_step and trainer.train_dataset is not None:
+        _refuse_missing_labels(trainer, found(1))
     tokens = (
         None if found is None else _tokens_to_generate(trainer, found.sample) if made_in_step else found.tokens or 1
     )
@@ -218,6 +221,19 @@ def _batches(trainer: Trainer, config: OSDPConfig, loader: DataLoader[Any] | Non
             type(trainer).__name__,
         )  # fmt: skip
     return None, length
+
+
+def _refuse_missing_labels(trainer: Trainer, batch: Mapping[str, Any]) -> None:
+    """Refuse batches without labels where a model of transformers would return no loss, as the first step would."""
+    assert isinstance(trainer.model, nn.Module)
+    cls = type(without_adapters(trainer.model))
+    names = find_labels(cls) if cls.__module__.startswith("transformers.") and not can_return_loss(cls) else []
+    stock = type(trainer).compute_loss is Trainer.compute_loss and trainer.compute_loss_func is None
+    if stock and names and not any(name in batch for name in names):
+        raise ValueError(
+            f"Batches have {', '.join(batch)} and none of {', '.join(names)}, so that {cls.__name__} returns no loss;"
+            " let the dataset or the collator give labels."
+        )
 
 
 def _rows_and_collator(trainer: Trainer, dataset: Any) -> tuple[Any, Any]:  # noqa: ANN401  of any library

@@ -50,6 +50,7 @@ def test_without_data_the_plan_is_made_when_data_comes(tmp_path):
     ("data", "line"),
     [
         ([], "The dataset has no rows"),
+        ([{"input_ids": row["input_ids"]} for row in rows()], "Batches have input_ids and none of labels"),
         ([{"input_ids": [1] * n, "labels": [1] * n} for n in (3, 5)], "Rows of the dataset make no batch .ValueError"),
     ],
 )
