@@ -1,12 +1,12 @@
-"""Hooks of every optimizer's step and `zero_grad` that may be removed at any time; in torch, a step fails if a global
-hook is removed during it.
+"""Hooks of every optimizer's step that may be removed at any time; in torch, a step fails if a global hook is
+removed during it.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial, update_wrapper
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,17 +46,5 @@ class StepHooks(dict[Hook, None]):
             hook(optimizer)
 
 
-def _wrap_zero_grad(run: Callable[..., None]) -> None:
-    """Call `run` before every optimizer's `zero_grad`, for which torch has no hook."""
-    stock = torch.optim.Optimizer.zero_grad
-
-    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-        run(self, (), {})
-        stock(self, set_to_none)
-
-    torch.optim.Optimizer.zero_grad = update_wrapper(zero_grad, stock)  # type: ignore[method-assign]
-
-
 before_step = StepHooks(register_optimizer_step_pre_hook)
 after_step = StepHooks(register_optimizer_step_post_hook)
-before_zero_grad = StepHooks(_wrap_zero_grad)

@@ -32,6 +32,8 @@ CREATE_GRAPH = (
 ASSIGN = (
     "load_state_dict(assign=True) would replace parameters that the plan and the optimizer hold; leave out assign."
 )
+_MARK_ELEMENTS = 2**8
+"""Shards up to this size, or that of the smallest, get zeros; see `backward_ends`."""
 
 
 class _Shard(NamedTuple):
@@ -42,6 +44,30 @@ class _Shard(NamedTuple):
     storage: torch.UntypedStorage
     hooks: dict[int, Any] | None
     """Contains only `_refuse`; None for a frozen shard."""
+
+
+class _Mark(NamedTuple):
+    """Zeros as the gradient of a shard, which show later whether `zero_grad` was called."""
+
+    shard: torch.Tensor
+    zeros: torch.Tensor
+    version: int
+
+    @classmethod
+    @torch.enable_grad()
+    def of(cls, shard: torch.Tensor) -> _Mark:
+        zeros = torch.zeros_like(shard, requires_grad=True).neg()
+        return cls(shard, zeros, zeros._version)
+
+    @property
+    def was_zeroed(self) -> bool:
+        """Whether `zero_grad` was called, or a loop zeroed the gradient: the zeros are -0.0 until then, also if they
+        were scaled.
+        """
+        if self.shard.grad is not self.zeros or self.zeros.grad_fn is None:
+            return True
+        now = local(self.zeros)
+        return self.zeros._version != self.version and not (now.signbit().any() or now.any())
 
 
 class GradientChecks:
@@ -60,6 +86,12 @@ class GradientChecks:
         self._replaced = WeakIdKeyDictionary(dict.fromkeys(replaced))
         self._shards: dict[FSDPParam, _Shard] = {}
         before_step.follow(self.step_begins)
+        self._marks: dict[ParameterGroup, _Mark] = {}
+        """By unit whose gradients wait."""
+        self._earlier_marks: dict[ParameterGroup, _Mark] = {}
+        """Marks of an earlier micro-step, which nothing has changed."""
+        self._unmarked: list[ParameterGroup] = []
+        """Further units whose gradients wait."""
 
     def forget_shards(self) -> None:
         """Release shards that are about to be replaced."""
@@ -77,6 +109,42 @@ class GradientChecks:
                     or (shard.requires_grad if seen.hooks is None else len(seen.hooks) > 1)
                 ):
                     self._shards[parameter] = _check_shard(group.label, parameter, seen)
+
+    def backward_begins(self) -> bool:
+        """Drop gradients that FSDP2 holds from earlier micro-steps if `zero_grad` was called since; return whether it
+        was.
+        """
+        zeroed = {group for group, mark in self._marks.items() if mark.was_zeroed}
+        if zeroed and len(zeroed) == len(self._marks):
+            zeroed.update(self._unmarked)
+        for group in zeroed:
+            group.drop_gradients()
+        for mark in self._marks.values():
+            mark.shard.grad = None
+        if self._marks:
+            self._earlier_marks = {group: mark for group, mark in self._marks.items() if group not in zeroed}
+            self._marks = {}
+        return bool(zeroed)
+
+    def backward_ends(self) -> None:
+        """Mark a small shard of each unit whose gradients wait for the next micro-step.
+
+        `zero_grad` cannot reach the gradients that FSDP2 holds; it removes these zeros or detaches them from their
+        graph. Units without a small shard, whose zeros would take memory, follow the others.
+        """
+        holding = [group for group in self._groups if group.holds_sums or has_gradients(group)]
+        trained = {
+            group: [p.sharded_param for p in group.fsdp_params if p.sharded_param.requires_grad] for group in holding
+        }
+        smallest = {group: min(shards, key=torch.numel) for group, shards in trained.items() if shards}
+        free = {group: shard for group, shard in smallest.items() if shard.grad is None}
+        most = max(_MARK_ELEMENTS, min(map(torch.numel, free.values()), default=0))
+        for group, shard in free.items():
+            if shard.numel() <= most:
+                mark = self._earlier_marks.get(group)
+                self._marks[group] = mark = mark if mark is not None and mark.shard is shard else _Mark.of(shard)
+                shard.grad = mark.zeros
+        self._unmarked = [group for group in free if group not in self._marks]
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Free whole weights that the step makes stale; refuse a step without its reduced gradients.

@@ -35,7 +35,6 @@ from ..distributed.process_group import require_all, step_group
 from ..errors import OSDPError
 from ..modeling.activations import tensors_of
 from ..modeling.replaced import replaced, setting
-from ..modeling.step_hooks import before_zero_grad
 from ..modeling.units import modules_by_name
 from ..modeling.watched_parameters import WatchedParameters
 from ..planner.description import GatherSpan, UnitDescription
@@ -105,8 +104,6 @@ class UnitOrder:
             lambda *unused: self._shards_change()
         )  # FSDP2 would read whole weights after an evaluation
         root._apply = partial(self._apply, root._apply)  # type: ignore[method-assign]  # as `model.to(...)` does
-        root.zero_grad = partial(self._zero_grad, root.zero_grad)  # type: ignore[method-assign]
-        before_zero_grad.follow(self.gradients_are_zeroed)
 
     # ---- calls of the model
 
@@ -196,22 +193,6 @@ class UnitOrder:
         self.end_step()
         self._checks.forget_shards()
 
-    def _zero_grad(self, zero_grad: Callable[..., None], set_to_none: bool = True) -> None:
-        self._forget_gradients(self._groups)
-        zero_grad(set_to_none)
-
-    def gradients_are_zeroed(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop what FSDP2 holds of the gradients that an optimizer zeroes."""
-        ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        self._forget_gradients([g for g in self._groups if any(id(p.sharded_param) in ids for p in g.fsdp_params)])
-
-    def _forget_gradients(self, groups: Sequence[ParameterGroup]) -> None:
-        """Drop the gradients of earlier micro-steps that wait in units for the last one."""
-        for group in groups:
-            group.drop_gradients()
-        if groups:
-            self._used.clear()
-
     # ---- collectives
 
     def _gather(self, group: ParameterGroup, async_op: bool) -> None:
@@ -296,6 +277,8 @@ class UnitOrder:
         """Begin backward, unless that has happened."""
         if torch.is_grad_enabled():
             raise OSDPError(CREATE_GRAPH)
+        if self._checks.backward_begins():
+            self._used.clear()
         if self._turns.in_call:  # backward within a call of the model
             self._turns.end()
         if not self._turns.in_backward:
@@ -326,6 +309,7 @@ class UnitOrder:
         self.active = False
         if self._replicas is not None:
             self._replicas.end_backward()
+        self._checks.backward_ends()
 
     def _forget_unused(self) -> None:
         """Remove gradients of parameters that no rank has used, as DDP does. Collective."""
