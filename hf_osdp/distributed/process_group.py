@@ -20,7 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from ..errors import LaunchError, OSDPError, one_line
 from .device import prefer_expandable_segments
-from .launcher import is_torchruns_store, launched_world_size, most_restarts, variable
+from .launcher import is_torchruns_store, launched_world_size, most_restarts, number, variable
 
 T = TypeVar("T")
 ALL_CALL_S = 300.0
@@ -31,6 +31,8 @@ _LONGEST_WAIT = timedelta(hours=6)
 If a rank ends, the others stop waiting.
 """
 _POLL_S = 0.05
+_NAME_S = 20.0
+"""How long the name of rank 0's machine may take to be known: a cluster may start machines one after the other."""
 _GLOO_ENDS_S = 0.1
 
 _gloo_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -40,7 +42,7 @@ _calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def prepare_group() -> None:
-    """Prepare for the process group of `env://`: CUDA's allocator, and the launcher's store.
+    """Prepare for the process group of `env://`: CUDA's allocator, the launcher's address and store.
 
     torchrun keeps its store over restarts (pytorch issue 135712): ranks would find addresses of processes that have
     ended.
@@ -49,6 +51,8 @@ def prepare_group() -> None:
     if launched_world_size() == 1:
         return
     _let_gloo_end()
+    if not dist.is_initialized():
+        _check_address(variable("MASTER_ADDR"), number("MASTER_PORT", 1))
     if most_restarts() and is_torchruns_store():
         raise LaunchError(
             "torchrun would restart this run with the store of the ranks that failed, and hang; start it by"
@@ -64,6 +68,24 @@ def _let_gloo_end() -> None:
     after an all-gather, none of 50 with this wait (torch 2.13.0, two loaded cores).
     """
     atexit.register(time.sleep, _GLOO_ENDS_S)
+
+
+def _check_address(address: str, port: int) -> None:
+    """Refuse an address that nobody can have: torch would look for it for minutes."""
+    if not 0 < port < 2**16:
+        raise ValueError(f"MASTER_PORT={port} must be from 1 to {2**16 - 1}; let the launcher set it.")
+
+    def is_known() -> bool:
+        with suppress(socket.gaierror):
+            return bool(socket.getaddrinfo(address, port))
+        return False
+
+    poll(is_known, _NAME_S if address else 0.0)
+    if address and not is_known():
+        raise LaunchError(
+            f"MASTER_ADDR={address!r} is not known on {socket.gethostname()}; give the name or the IP address of rank"
+            " 0's machine."
+        )
 
 
 def differences(values_of_rank: Mapping[int, Mapping[str, str]]) -> str | None:

@@ -29,6 +29,7 @@ from hf_osdp.checkpoint.layouts import find_model, find_optimizer, read_weights
 from hf_osdp.checkpoint.resume import check_checkpoint, warn_of_changes
 from hf_osdp.checkpoint.safe import load_file
 from hf_osdp.cli.app import app
+from hf_osdp.distributed import process_group
 from hf_osdp.distributed.process_group import prepare_group
 from hf_osdp.integrations.launch import launch_request
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
@@ -100,7 +101,7 @@ def launched(given: str, folder: Path) -> Give:
     name, value = given.split("=")
 
     def read() -> None:
-        with mock.patch.dict(os.environ, {**TWO, name: value}):
+        with mock.patch.dict(os.environ, {**TWO, name: value}), mock.patch.object(process_group, "_NAME_S", 0):
             prepare_group()
 
     return read

@@ -20,7 +20,6 @@ import hf_osdp
 from hf_osdp.distributed import wire
 from hf_osdp.planner.decision import UnitDecision
 from hf_osdp.planner.description import UnitDescription
-from hf_osdp.planner.training_job import OptimizerSpec
 from hf_osdp.planner.wire import WireFormat
 from hf_osdp.sharding.between_steps import AcrossLayouts
 from hf_osdp.sharding.steps import micro_step
@@ -32,8 +31,6 @@ Batch = dict[str, torch.Tensor]
 
 class AssignsData(torch.optim.Optimizer):
     """Plain descent as some write it, which leaves new tensors in the place of parameters and no gradients."""
-
-    osdp_spec = OptimizerSpec(name="descent", states=0)
 
     def __init__(self, parameters: Any, lr: float):
         super().__init__(parameters, {"lr": lr})
