@@ -82,7 +82,6 @@ def runs_out(ranks: int, on_oom: str, device: str, *, timeout_s: float) -> subpr
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "OMP_NUM_THREADS": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     command = [sys.executable, *launch, str(SCRIPT), on_oom, device]
     launcher = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -1,6 +1,6 @@
 """A loop on Accelerate that goes on where it was interrupted.
 
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc-per-node 2 --max-restarts 3 docs/snippets/fault_tolerant_loop.py
+torchrun --nproc-per-node 2 --max-restarts 3 docs/snippets/fault_tolerant_loop.py
 """
 
 import sys

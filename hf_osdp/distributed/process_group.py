@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import socket
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -15,12 +17,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
 from ..errors import LaunchError, OSDPError, one_line
 from .device import prefer_expandable_segments
-from .launcher import is_torchruns_store, launched_world_size, most_restarts, number, variable
+from .launcher import is_torchruns_store, launched_rank, launched_world_size, most_restarts, number, variable
 
 T = TypeVar("T")
 ALL_CALL_S = 300.0
@@ -31,9 +33,13 @@ _LONGEST_WAIT = timedelta(hours=6)
 If a rank ends, the others stop waiting.
 """
 _POLL_S = 0.05
+_START_S = 300.0
+"""How long ranks of one launch wait for each other; torchrun has started all of them."""
 _NAME_S = 20.0
 """How long the name of rank 0's machine may take to be known: a cluster may start machines one after the other."""
 _GLOO_ENDS_S = 0.1
+_KEY = "hf_osdp/start"
+_log = logging.getLogger(__name__)
 
 _gloo_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _step_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -42,21 +48,26 @@ _calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def prepare_group() -> None:
-    """Prepare for the process group of `env://`: CUDA's allocator, the launcher's address and store.
+    """Prepare for the process group of `env://`: CUDA's allocator, and torchrun's store. Collective, unless the group
+    has formed.
 
-    torchrun keeps its store over restarts (pytorch issue 135712): ranks would find addresses of processes that have
-    ended.
+    torchrun keeps its store over restarts (pytorch issue 135712): gloo would find addresses of processes that have
+    ended. Rank 0 deletes them once all ranks of this start are here, before any of them can form the group.
     """
     prefer_expandable_segments()  # before the process group, which initialises CUDA
-    if launched_world_size() == 1:
-        return
-    _let_gloo_end()
-    if not dist.is_initialized():
+    rank, ranks = launched_rank(), launched_world_size()
+    if ranks > 1:
+        _let_gloo_end()
+    if ranks > 1 and not dist.is_initialized():
         _check_address(variable("MASTER_ADDR"), number("MASTER_PORT", 1))
-    if most_restarts() and is_torchruns_store():
-        raise LaunchError(
-            "torchrun would restart this run with the store of the ranks that failed, and hang; start it by"
-            " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts ..."
+    if ranks == 1 or not is_torchruns_store():
+        return
+    if not dist.is_initialized():
+        _meet(variable("MASTER_ADDR"), number("MASTER_PORT"), rank, ranks)
+    elif rank == 0 and most_restarts() and not _meet.cache_info().currsize:  # the script formed the group
+        _log.warning(
+            "A restart may hang, since torchrun keeps its store: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for"
+            " torchrun."
         )
 
 
@@ -86,6 +97,48 @@ def _check_address(address: str, port: int) -> None:
             f"MASTER_ADDR={address!r} is not known on {socket.gethostname()}; give the name or the IP address of rank"
             " 0's machine."
         )
+
+
+@cache
+def _meet(address: str, port: int, rank: int, ranks: int) -> None:
+    """Meet all ranks of this start in torchrun's store, once in each process."""
+    try:
+        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_START_S))
+        _forget_earlier_start(store, ranks) if rank == 0 else _meet_rank_zero(store, rank)
+    except RuntimeError as error:
+        raise LaunchError(
+            f"Rank {rank} did not meet the other ranks of this start at {address}:{port}; look at their output"
+            f" ({one_line(error)[:200]})."
+        ) from error
+
+
+def _forget_earlier_start(store: Store, ranks: int) -> None:
+    """Wait on rank 0 for the others, each of which tells a token, and delete the addresses of earlier starts.
+
+    Keys begin with a new token of rank 0, and the answer has those of all, so that no rank takes the answer of an
+    earlier start for its own.
+    """
+    token = uuid.uuid4().hex
+    space = PrefixStore(f"{_KEY}/{token}", store)
+    store.set(_KEY, token)
+    tokens = " ".join(space.get(str(rank)).decode() for rank in range(1, ranks))
+    for key in filter(lambda key: key.startswith("default_pg/"), store.list_keys()):
+        store.delete_key(key)
+    space.set("met", tokens)
+
+
+def _meet_rank_zero(store: Store, rank: int) -> None:
+    """Tell rank 0's latest start a token, until its answer has it."""
+    token, seen, until = uuid.uuid4().hex, "", time.monotonic() + _START_S
+    while time.monotonic() < until:
+        space = PrefixStore(f"{_KEY}/{seen}", store)
+        if seen and space.check(["met"]) and token in space.get("met").decode():
+            return
+        if (latest := store.get(_KEY).decode()) != seen:
+            seen = latest
+            store.set(f"{_KEY}/{seen}/{rank}", token)
+        time.sleep(_POLL_S / 5)
+    raise LaunchError(f"Rank {rank} waited {_START_S:g} s for rank 0 of this start; look at rank 0's output.")
 
 
 def differences(values_of_rank: Mapping[int, Mapping[str, str]]) -> str | None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hf_osdp import last_checkpoint
 from hf_osdp.checkpoint import writer
-from hf_osdp.distributed import consensus, restart, said_once
+from hf_osdp.distributed import consensus, process_group, restart, said_once
 from hf_osdp.distributed.consensus import on_rank_zero, require_same_run
 from hf_osdp.distributed.stop import EXIT_CODE, StopSignal
 from hf_osdp.errors import (
@@ -109,6 +109,16 @@ def form() -> int:
     dist.all_reduce(total)
     assert total.item() == dist.get_world_size()
     return dist.get_rank()
+
+
+@pytest.mark.on_ranks(2, init=False, timeout_s=30)
+def test_restart_forms_its_group_in_the_earlier_store():
+    """Two starts in one store of torchrun's: the second must not find addresses of the first."""
+    for _ in range(2):
+        process_group._meet.cache_clear()  # as a new process begins
+        form()
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 @pytest.mark.on_ranks(2, init=False)

@@ -145,8 +145,7 @@ def train(
     script = tmp_path / "train.py"
     script.write_text(TRAINS)
     command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}", script]
-    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return run_program([*command, tmp_path / name, on_oom, "yes" if fails else "no"], timeout_s=280, **own_store)
+    return run_program([*command, tmp_path / name, on_oom, "yes" if fails else "no"], timeout_s=280)
 
 
 def losses(done: subprocess.CompletedProcess[str]) -> list[float]:

@@ -130,7 +130,6 @@ def start(
     script = [__file__, "--as-rank", name, mode, str(folder)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     env |= {"SUPERVISION_ONE_GPU": "1"} if one_gpu else {"CUDA_VISIBLE_DEVICES": ""}
-    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # which restarts need
     env["GLOO_SOCKET_IFNAME"] = "nowhere0" if name == "interface" else "lo"
     places: list[dict[str, str]] = [{}]
     match case.launcher:

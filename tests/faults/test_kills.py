@@ -43,7 +43,8 @@ def test_nothing_is_lost_when_ranks_are_killed(tmp_path, kills):
 @pytest.mark.parametrize("loop", ["plain", "trainer"])
 def test_ranks_that_torchrun_starts_again_go_on(tmp_path, loop):
     folder = tmp_path / "run"
-    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # docs/fault_tolerance.md
+    # TrainingArguments form the group before hf_osdp can clear torchrun's store: docs/fault_tolerance.md
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if loop == "trainer" else {}
     done = run_program(command(loop, folder, 6, restarts=1), timeout_s=ENDS_WITHIN_S, **own_store)
     assert done.returncode == 0, ends_of(done.stderr)
     assert "resume checkpoint-4" in marks(folder) and marks(folder)[-1] == "done"

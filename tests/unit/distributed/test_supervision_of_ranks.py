@@ -5,25 +5,50 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
-from contextlib import nullcontext
+from datetime import timedelta
 
 import pytest
+from torch.distributed import Store, TCPStore
 
-from hf_osdp.distributed.process_group import differences, prepare_group
+from hf_osdp.distributed.process_group import _forget_earlier_start, _meet_rank_zero, differences
 from hf_osdp.distributed.stop import EXIT_CODE, StopSignal
-from hf_osdp.errors import LaunchError
 
 
-def test_restarts_with_a_store_that_torchrun_keeps_are_refused(monkeypatch):
-    given = {"WORLD_SIZE": 2, "RANK": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500,
-             "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
-    for restarts in (0, 3):
-        for name, value in {**given, "TORCHELASTIC_MAX_RESTARTS": restarts}.items():
-            monkeypatch.setenv(name, str(value))
-        refused = pytest.raises(LaunchError, match="start it by TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun")
-        with refused if restarts else nullcontext():
-            prepare_group()
+@pytest.fixture
+def store() -> Store:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+
+
+def client_of(store: TCPStore) -> Store:
+    return TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=20))
+
+
+def start(store: TCPStore, *ranks: int, of: int) -> list[threading.Thread]:
+    """Let ranks come; those that still wait."""
+
+    def come(rank: int) -> None:
+        _meet_rank_zero(client_of(store), rank) if rank else _forget_earlier_start(client_of(store), of)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20 if 0 in ranks else 0.3)
+    return [thread for thread in threads if thread.is_alive()]
+
+
+def test_ranks_wait_for_this_starts_rank_zero_which_forgets_addresses_of_an_earlier_start(store):
+    assert not start(store, 0, 1, of=2)
+    store.set("default_pg/0//cpu//0/0", "the address of a process that has ended")
+    late = start(store, 1, 2, of=3)
+    assert len(late) == 2, "they do not take the answer of the earlier start"
+    assert not start(store, 0, of=3)
+    for thread in late:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert not store.check(["default_pg/0//cpu//0/0"])
 
 
 def test_differences_name_values_and_ranks():
