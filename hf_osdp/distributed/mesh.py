@@ -177,18 +177,11 @@ def topology_of(names: Sequence[str]) -> Topology:
     ranks.
     """
     runs = [(name, len(list(ranks))) for name, ranks in groupby(names)]
-    if len(runs) != len(set(names)):
-        split = next(name for name, _ in runs if sum(other == name for other, _ in runs) > 1)
-        raise HardwareError(
-            f"Ranks of {split} are not numbered consecutively; start the ranks of a node together (with srun:"
-            " --distribution=block), because groups are neighbouring ranks."
-        )
-    counts = [count for _, count in runs]
-    if len(set(counts)) > 1:
+    if len(runs) != len(set(names)) or len({count for _, count in runs}) > 1:
         listed = ", ".join(f"{name}: {count}" for name, count in runs)
         raise HardwareError(
-            f"Nodes have different numbers of processes ({listed}); start equally many on each, for example"
-            f" {min(counts)},"
-            " because groups follow the nodes."
+            f"Nodes have different numbers of processes, or processes that are not numbered consecutively ({listed});"
+            " start equally many on each, together (with srun: --distribution=block), because groups are neighbouring"
+            " ranks."
         )
-    return Topology(nodes=len(runs), ranks_per_node=counts[0])
+    return Topology(nodes=len(runs), ranks_per_node=runs[0][1])

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.utils import DDPCommunicationHookType
@@ -74,7 +73,6 @@ class OSDPAccelerator(AcceleratorPreparation):
             )
         plugin, handlers = plugin_for(osdp, fsdp_plugin), list(kwargs_handlers or ())
         cpu = cpu or launch_request().use_cpu or not torch.accelerator.is_available()
-        self._schedules = WeakKeyDictionary()
         self._earlier_error = id(sys.exc_info()[1])  # being handled: of a training that failed before this one
         hooks = {getattr(handler, "comm_hook", DDPCommunicationHookType.NO) for handler in handlers} - {
             DDPCommunicationHookType.NO
@@ -93,7 +91,7 @@ class OSDPAccelerator(AcceleratorPreparation):
                 f"{launched_world_size()} processes were launched, but this one is not connected to the others;"
                 " pass cpu=True (TrainingArguments(use_cpu=True) with the Trainer) to run them on the CPU."
             )
-        self.plugin, self.config = plugin, plugin.asking(with_dynamo(plugin.config, self.state), self.device.type)
+        self.plugin, self.config = plugin, with_dynamo(plugin.config, self.state)
         self.precision = precision_of(
             self.mixed_precision, plugin.mixed_precision_policy, single_process=self.num_processes == 1
         )

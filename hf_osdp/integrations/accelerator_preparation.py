@@ -36,7 +36,7 @@ from .announce import announce_result, plan_and_announce
 from .beside import ModelsBeside
 from .checkpoints import AcceleratorCheckpoints
 from .micro_batches import refuse_lengths
-from .plugin import OSDPPlugin, unwrapped
+from .plugin import OSDPPlugin, refuse_compiled
 from .samples import Batches, batches_of_loader, lengths_of_loader, with_length_of_inputs
 from .sharding import apply_plan_unsharded, prepare_late_optimizers, shard_model
 
@@ -84,8 +84,8 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
             InfeasibleError: no plan meets the memory limit.
         """
         sizes: dict[str, Any] = {"sequence_length": sequence_length, "global_batch_size": global_batch_size}
-        model, config = unwrapped(model, self.config)
-        config = replace(config, **{name: value for name, value in sizes.items() if value})
+        refuse_compiled(model)
+        config = replace(self.config, **{name: value for name, value in sizes.items() if value})
         plan = self._make_plan(model, config, [optimizer])
         self.gradient_accumulation_steps = 1 if config.batch_by_tokens else plan.accumulation_steps
         return plan
@@ -215,9 +215,8 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:  # noqa: ANN401  as stock
         """Prepare as `Accelerator.prepare`; a model may also come without an optimizer, for evaluation."""
         config, objects = self.config, list(args)
-        for place, given in enumerate(args):
-            if isinstance(given, nn.Module):
-                objects[place], config = unwrapped(given, config)
+        for given in _of_type(args, nn.Module):
+            refuse_compiled(given)
         models, loaders = _of_type(objects, nn.Module), _of_type(objects, DataLoader)
         optimizers = _of_type(objects, torch.optim.Optimizer)
         known = {id(model) for model in (*self._models, *models)}

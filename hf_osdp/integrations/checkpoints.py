@@ -1,33 +1,20 @@
-"""Accelerate's checkpoints: complete or invisible, under Hugging Face names, from any plan and any number of ranks.
-
-Accelerate steps a prepared scheduler once for each process in every optimizer step, so one scheduler step counts G/W
-samples (G samples of an optimizer step, W processes). If a checkpoint with G and W is at position p, an uninterrupted
-run with G' and W' would be at p · (G/W) / (G'/W'), with its own lengths (`T_max`, milestones).
-"""
+"""Accelerate's checkpoints: complete or invisible, under Hugging Face names, from any plan and any number of ranks."""
 
 from __future__ import annotations
 
 import logging
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from copy import deepcopy
-from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator
-from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils.constants import SCHEDULER_NAME
 from torch import nn
 from torch.optim.lr_scheduler import (
     LRScheduler,
-    OneCycleLR,
-    ReduceLROnPlateau,
 )
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -49,17 +36,12 @@ from ..distributed.consensus import on_rank_zero, require_same
 from ..errors import CheckpointError
 from ..modeling.identity import dataset_text, model_texts, optimizer_texts, schedule_text
 from ..modeling.replaced import replaced
-from ..modeling.split.names import is_split, keep_positions
 from ..preparation.plan_run import PlannedRun
 from ..sharding.optimizers import kind_of
 from ..sharding.state import free_gathered
 from .plugin import writes_shards
 
 _log = logging.getLogger(__name__)
-_RATE_KEYS = ("lr", "initial_lr", "max_lr", "min_lr")
-"""Keys that schedulers write into an optimizer's parameter groups."""
-_MOST_STEPS = 10**8
-"""A schedule is stepped at most so often, at 7 µs a step, to get the bits of an uninterrupted run."""
 
 
 class AcceleratorCheckpoints(Accelerator):
@@ -68,10 +50,6 @@ class AcceleratorCheckpoints(Accelerator):
     planned_run: PlannedRun | None = None
     """The plan and its inputs; None before planning."""
     _writer: CheckpointWriter
-    _schedules: WeakKeyDictionary[AcceleratedScheduler, Schedule]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_schedules": dict(self._schedules)}  # weak references cannot be pickled
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """Save as `Accelerator.save_state`; the folder appears when it is complete. Other files in it stay.
@@ -85,7 +63,6 @@ class AcceleratorCheckpoints(Accelerator):
         """
         _refuse_unused("save_state", kwargs)
         folder = on_rank_zero(lambda: self._new_folder(output_dir))
-        keep_whole_positions(self._models, self._optimizers)
         with self._writer.new(folder, **self._settings()) as staging:
             hidden: dict[str, Any] = {"_custom_objects": _Counted(self._custom_objects)}
             if self.is_fsdp2:
@@ -133,7 +110,6 @@ class AcceleratorCheckpoints(Accelerator):
         if own:
             _refuse_unused("load_state", kwargs.keys() - {"map_location"})
         warn_of_changes(folder, self._settings(), None if self.planned_run is None else self.planned_run.plan)
-        keep_whole_positions(self._models, self._optimizers)
         hidden: dict[str, Any] = {
             name: _Counted(getattr(self, name)) for name in ("_custom_objects", "_schedulers")
         } | ({"_models": [], "_optimizers": []} if own else {})
@@ -154,31 +130,18 @@ class AcceleratorCheckpoints(Accelerator):
         load_random_states(folder, self.process_index)  # the stock loader skips states that it cannot set
         self.step = 0
         if (manifest := on_rank_zero(lambda: Manifest.load(folder))) is not None:
-            self._rescale_schedules(manifest, folder)
+            self._warn_of_schedules(manifest, folder)
 
-    def _rescale_schedules(self, saved: Manifest, folder: Path) -> None:
-        """Set prepared schedulers to the position that they would have with this number of processes."""
-        samples = None if self.planned_run is None else self.planned_run.plan.global_batch_size
-        factor = position_factor(
-            ranks=(saved.world_size, self.num_processes), samples=(saved.global_batch_size, samples)
-        )
-        left = rescale_schedules(
-            [self._schedules[scheduler] for scheduler in self._schedulers if scheduler in self._schedules], factor
-        )
-        if left and self.is_main_process:
+    def _warn_of_schedules(self, saved: Manifest, folder: Path) -> None:
+        """Warn of prepared schedulers, which count the steps of all processes, if there were others."""
+        prepared = [one.scheduler for one in self._schedulers if one.step_with_optimizer and not one.split_batches]
+        if prepared and saved.world_size != self.num_processes and self.is_main_process:
             _log.warning(
                 "%s was written by %d processes, this run has %d, but the learning rate of %s continues from the old"
                 " count; leave it out of"
                 " prepare, pass it to register_for_checkpointing, and step it once per optimizer step.",
-                folder, saved.world_size, self.num_processes, ", ".join(left),
+                folder, saved.world_size, self.num_processes, ", ".join(type(one).__name__ for one in prepared),
             )  # fmt: skip
-
-    def prepare_scheduler(self, scheduler: LRScheduler) -> Any:  # noqa: ANN401  # as its base class
-        """Prepare as the stock function, and remember the schedule's initial state in this run."""
-        prepared = super().prepare_scheduler(scheduler)
-        if prepared not in self._schedules and (own := process_schedule(prepared)) is not None:
-            self._schedules[prepared] = own
-        return prepared
 
     def _settings(self) -> dict[str, str]:
         data = [dataset_text(loader.dataset) for loader in self._dataloaders if hasattr(loader, "dataset")]
@@ -255,13 +218,6 @@ def _save_custom_state(obj: Stateful, file: Path) -> None:
     save_plain(file, obj.state_dict(), f"{type(obj).__name__}, registered for checkpointing,")
 
 
-def keep_whole_positions(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """For models with operators in slices, make optimizer states use the positions of the whole parameters."""
-    for model in models:
-        for optimizer in optimizers if is_split(model) else ():
-            keep_positions(optimizer, model)
-
-
 def model_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> nn.Module:
     """Return the model whose parameters an optimizer holds, possibly only a part of them."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -273,77 +229,3 @@ def model_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> n
 def is_adapted(model: nn.Module | None) -> bool:
     """Return whether a model has peft adapters; its checkpoints then hold only these."""
     return hasattr(model, "peft_config")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    scheduler: LRScheduler
-    state: dict[str, Any]
-    rates: tuple[dict[str, Any], ...]
-    """Learning rates of each parameter group of its optimizer."""
-    position: int
-    """Steps taken; -1 if the scheduler does not count them."""
-
-
-def position_factor(*, ranks: tuple[int, int], samples: tuple[int | None, int | None]) -> Fraction | None:
-    """Return the factor for positions of a checkpoint; None if it is not known.
-
-    Each pair is (when it was saved, now).
-    """
-    if samples[0] is not None and samples[1] is not None:
-        return Fraction(samples[0] * ranks[1], ranks[0] * samples[1])
-    return Fraction(1) if ranks[0] == ranks[1] else None
-
-
-def process_schedule(prepared: object) -> Schedule | None:
-    """Return a scheduler that steps once per process, with the state that loading would overwrite; None for others."""
-    if not isinstance(prepared, AcceleratedScheduler) or not prepared.step_with_optimizer or prepared.split_batches:
-        return None
-    scheduler = prepared.scheduler
-    rates = tuple(
-        {key: deepcopy(group[key]) for key in _RATE_KEYS if key in group} for group in scheduler.optimizer.param_groups
-    )
-    return Schedule(
-        scheduler=scheduler, state=deepcopy(scheduler.state_dict()), rates=rates, position=_position(scheduler)
-    )
-
-
-def rescale_schedules(schedules: Sequence[Schedule], factor: Fraction | None) -> list[str]:
-    """Move loaded schedulers, and their optimizers' rates, to the position of this run; return the names of those
-    left as saved.
-    """
-    if factor == 1:
-        return []
-    found = [(schedule, _target(schedule, factor)) for schedule in schedules]
-    targets = [(schedule, target) for schedule, target in found if target is not None]
-    for schedule, _ in targets:  # reset all before stepping: several may share one optimizer
-        for group, rates in zip(schedule.scheduler.optimizer.param_groups, schedule.rates, strict=True):
-            group.update(deepcopy(rates))
-        schedule.scheduler.load_state_dict(deepcopy(schedule.state))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a scheduler step before any optimizer step
-        for schedule, target in targets:
-            for _ in range(target - schedule.position):
-                schedule.scheduler.step()
-    return [type(schedule.scheduler).__name__ for schedule, target in found if target is None]
-
-
-def _target(schedule: Schedule, factor: Fraction | None) -> int | None:
-    """Return a scheduler's position in this run; None if it depends on metrics, the factor is unknown, it would
-    have to step back, or no training is that long.
-    """
-    saved = _position(schedule.scheduler)
-    if factor is None or saved < 0 or isinstance(schedule.scheduler, ReduceLROnPlateau):
-        return None
-    target = round(saved * factor)
-    if isinstance(schedule.scheduler, OneCycleLR):
-        target = min(target, schedule.state["total_steps"])  # Accelerate does not step it further
-    return target if 0 <= target - schedule.position <= _MOST_STEPS else None
-
-
-def _position(scheduler: LRScheduler) -> int:
-    """Return how often a scheduler was stepped; for chained ones, the count of the first."""
-    if hasattr(scheduler, "last_epoch"):
-        return scheduler.last_epoch
-    chained = getattr(scheduler, "_schedulers", ())
-    return _position(chained[0]) if chained else -1

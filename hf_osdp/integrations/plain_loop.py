@@ -40,7 +40,7 @@ from ..sharding.steps import micro_step
 from .announce import announce_result, plan_and_announce
 from .beside import ModelsBeside
 from .micro_batches import parts_of_step, refuse_lengths
-from .plugin import unwrapped
+from .plugin import refuse_compiled
 from .samples import with_length_of_inputs
 
 
@@ -107,7 +107,8 @@ class OptimalShardedDataParallel(nn.Module):
         """
         super().__init__()
         say_uncaught_once()
-        model, config = unwrapped(model, merged_config(config))
+        refuse_compiled(model)
+        config = merged_config(config)
         config = with_length_of_inputs(config, model)
         _check(config, optimizer)
         refuse_lengths(config, model)

@@ -58,7 +58,7 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
     freed.
 
     All other fields are those of `FullyShardedDataParallelPlugin` (`state_dict_type`, `activation_checkpointing`,
-    `cpu_offload`, `cpu_ram_efficient_loading`, `mixed_precision_policy`).
+    `cpu_ram_efficient_loading`, `mixed_precision_policy`).
 
     Raises:
         ValueError: a field was set that the plan decides, or that FSDP2 does not have.
@@ -80,6 +80,8 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
         self.state_dict_type = self.state_dict_type or variable("FSDP_STATE_DICT_TYPE", layout)
         super().__post_init__()
         refuse_first({
+            "cpu_offload (fsdp_offload_params) is decided by the plan; leave it out, or use"
+            " OSDPConfig(host_offload=True).": isinstance(self.cpu_offload, CPUOffloadPolicy),
             "activation_checkpointing_offload=True is not counted in a plan; leave it out, or use"
             " OSDPConfig(offload_activations=True).": getattr(self, "activation_checkpointing_offload", False),
             "async_save=True writes shards while training continues, but state_dict_type is FULL_STATE_DICT; use"
@@ -90,26 +92,6 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
     def config(self) -> OSDPConfig:
         """The options of the plan, merged."""
         return cast("OSDPConfig", self.osdp)
-
-    @property
-    def pin_memory(self: Any) -> bool | None:
-        """Whether the host's memory is page-locked, if `cpu_offload` keeps all units there; else None."""
-        return self.cpu_offload.pin_memory if isinstance(self.cpu_offload, CPUOffloadPolicy) else None
-
-    def asking(self, config: OSDPConfig, device_type: str) -> OSDPConfig:
-        """Return the options of a run with those for which the plugin's own fields ask."""
-        if self.pin_memory is None:
-            return config
-        refuse_first({
-            "host_offload=False, but cpu_offload moves all states to the host; leave one of the two out.":
-                config.host_offload is False,
-            "cpu_offload has no effect on a given plan, which says which units are on the host; leave it out.":
-                config.plan is not None,
-        })  # fmt: skip
-        if device_type == "cpu":
-            _log.warning("cpu_offload has no effect on the CPU, which trains in the host's own memory; leave it out.")
-            return config
-        return replace(config, host_offload=True)
 
     def set_mixed_precision(self, *args: object, **kwargs: object) -> None:
         """Leave the policy to the user: without one, the run's `Precision` says how to compute and reduce."""
@@ -170,33 +152,15 @@ def compiled_modules(model: nn.Module) -> set[Any]:
     return set() if dynamo is None else {m for m in model.modules() if isinstance(m, dynamo.OptimizedModule)}
 
 
-def unwrapped(model: nn.Module, config: OSDPConfig) -> tuple[nn.Module, OSDPConfig]:
-    """Return a model without the wrappers of `torch.compile(module)`, around itself or its modules, and the
-    configuration, which compiles blocks if there were any.
-
-    Names of parameters below a wrapper begin with `_orig_mod.`, also in saved files, which `from_pretrained` would not
-    find.
-
-    Raises:
-        ValueError: a wrapper has another backend than Inductor, or the plan is given.
+def refuse_compiled(model: nn.Module) -> None:
+    """Refuse a model with a wrapper of `torch.compile(module)`, below which names of parameters begin with
+    `_orig_mod.`, also in files.
     """
-    if not (wrappers := compiled_modules(model)):
-        return model, config
-    if any(wrapper.get_compiler_config() is None for wrapper in wrappers):
+    if compiled_modules(model):
         raise ValueError(
-            "torch.compile(model) with a backend other than inductor cannot be planned; use inductor, or leave it out."
+            "torch.compile(model) was given; give the model itself, and OSDPConfig(compile=True), which compiles its"
+            " blocks."
         )
-    for module in list(model.modules()):
-        for name, child in module._modules.items():
-            if child in wrappers:
-                module._modules[name] = child._orig_mod  # type: ignore[union-attr, assignment]
-    _log.warning(
-        "torch.compile(model) was taken off, and the plan compiles the blocks with Inductor's defaults; its mode,"
-        " fullgraph, dynamic"
-        " and options are not used. Leave torch.compile out and set OSDPConfig(compile=True) instead."
-    )
-    plain: nn.Module = model._orig_mod if model in wrappers else model  # type: ignore[assignment]
-    return plain, replace(config, compile=True)
 
 
 def with_dynamo(config: OSDPConfig, state: AcceleratorState) -> OSDPConfig:

@@ -36,7 +36,7 @@ def shard_model(
     them. Collective.
     """
     for optimizer in optimizers:
-        kind_of(optimizer).needs_whole()  # refuses those that no plan can train
+        kind_of(optimizer).spec()  # refuses those that no plan can train
     refuse_hooks(model)
     names = parameter_names(model)
     for optimizer in optimizers:
@@ -45,7 +45,6 @@ def shard_model(
     apply_plan(
         model, run.plan, run.units,
         mp_policy=plugin.mixed_precision_policy or mp_policy(run.inputs.job.precision),
-        pin_memory=plugin.pin_memory,
     )  # fmt: skip
     if weights is not None:
         _load_from_rank_zero(model, weights, device)
@@ -56,15 +55,10 @@ def shard_model(
 
 
 def apply_plan_unsharded(model: nn.Module, run: PlannedRun, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Apply the parts of a plan that need no FSDP2 to the model of a single process: recomputed blocks, operators
-    in slices.
-    """
-    names = parameter_names(model)
+    """Apply the parts of a plan that need no FSDP2 to the model of a single process, as recomputed blocks."""
     apply_plan(model, run.plan, run.units)
     for optimizer in optimizers:
-        if run.plan.split.cuts_parameters:
-            rebind_parameters(optimizer, names, model)
-        elif kind_of(optimizer).has_plain_states:
+        if kind_of(optimizer).has_plain_states:
             step_by_device(bare_optimizer(optimizer))
 
 

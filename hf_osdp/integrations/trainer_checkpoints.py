@@ -31,7 +31,7 @@ from ..preparation.plan_run import PlannedRun
 from ..sharding.between_steps import AcrossLayouts, mixing_explained
 from ..sharding.optimizers import kind_of
 from ..sharding.state import free_gathered
-from .checkpoints import is_adapted, keep_whole_positions
+from .checkpoints import is_adapted
 from .plugin import writes_shards
 
 _log = logging.getLogger(__name__)
@@ -67,7 +67,6 @@ class TrainerCheckpoints(transformers.Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         """Save as the stock Trainer, into a hidden folder that is renamed when it is complete."""
-        keep_whole_positions([self.model], [self.optimizer])
         if self._osdp is None:
             super()._save_checkpoint(model, trial)
             return
@@ -130,7 +129,6 @@ class TrainerCheckpoints(transformers.Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load as the stock Trainer, with optimizer states from any layout."""
-        keep_whole_positions([self.model], [self.optimizer])
         if self._osdp is None or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return

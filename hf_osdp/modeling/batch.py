@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import random
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -25,7 +23,6 @@ Inputs = Callable[[int], Mapping[str, Any]]
 Loss = Callable[[nn.Module, dict[str, Any]], Any]
 """Function from a model and a batch to the loss, or to an output that holds it. It may change the batch."""
 
-_log = logging.getLogger(__name__)
 POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 """Fields of configurations that limit positions."""
 _TOKEN_LABELS = (
@@ -66,7 +63,6 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
             f"The inputs of {kind} ({main}) are not known; pass inputs, a function from samples to keyword arguments."
         )
     dtype = torch.float64 if getattr(model, "dtype", None) is torch.float64 else torch.float32
-    _check_waveform(model, main, sequence_length)
 
     def make(samples: int) -> dict[str, Any]:
         batch: dict[str, Any] = {main: _main_input(config, main, samples, sequence_length, dtype)}
@@ -206,25 +202,6 @@ def loss_of(output: object) -> torch.Tensor:
     return loss
 
 
-def check_inputs(inputs: Inputs, model: nn.Module) -> None:
-    """Raise ValueError if a user's function returns no mapping, or names that forward does not take; random states
-    are restored.
-    """
-    with random_states_kept():
-        batch = inputs(1)
-    if not isinstance(batch, Mapping):
-        raise ValueError(
-            f"inputs(1) returned a {type(batch).__name__}; it must return a mapping of forward's keyword arguments."
-        )
-    parameters = inspect.signature(model.forward).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if not takes_any and (unknown := [name for name in batch if name not in parameters]):
-        raise ValueError(
-            f"inputs(1) has {unknown[0]!r}, which {type(model).__name__}.forward does not take; its names are"
-            f" {', '.join(parameters)}."
-        )
-
-
 _REPLACED: dict[str, tuple[str, Callable[..., object]]] = {
     # it would build T x T masks for packed sequences, as it cannot read the positions
     "transformers.masking_utils": ("find_packed_sequence_indices", lambda *args, **kwargs: None),
@@ -268,28 +245,6 @@ def random_states_kept(devices: Iterable[torch.device | int] = ()) -> Iterator[N
         np.random.set_state(numpy_state)
 
 
-def _check_waveform(model: Any, main: str, sequence_length: int) -> None:  # noqa: ANN401
-    """Raise DescriptionError if a waveform is so short that its encoder makes no frame of it."""
-    frames = getattr(model, "_get_feat_extract_output_lengths", None)
-    if main != "input_values" or frames is None or sequence_length < 1 or int(frames(sequence_length)) > 0:
-        return
-    least = next((2**k for k in range(30) if int(frames(2**k)) > 0), None)
-    raise DescriptionError(
-        f"sequence_length={sequence_length} counts the values of a waveform, of which {type(model).__name__} makes no"
-        f" frame; use for example {least}."
-    )
-
-
-@cache
-def _warn_of_positions(model_class: str, limit: str, sequence_length: int) -> None:
-    """Log a warning, once."""
-    _log.warning(
-        "sequence_length=%d is beyond the positions of %s (%s): rotary positions run beyond them, but the model was"
-        " not made for them; shorten the sequence, or set rope scaling.",
-        sequence_length, model_class, limit,
-    )  # fmt: skip
-
-
 def check_sequence_length(model: nn.Module, sequence_length: int) -> None:
     """Raise ValueError if samples are empty or longer than a table of absolute positions."""
     if sequence_length < 1:
@@ -303,9 +258,6 @@ def check_sequence_length(model: nn.Module, sequence_length: int) -> None:
         (module for leaf, module in embeddings if leaf == "wpe" or ("position" in leaf and "relative" not in leaf)),
         None,
     )
-    if name is not None and table is None and 0 < getattr(config, name) < sequence_length:
-        if any("RotaryEmbedding" in type(module).__name__ for module in model.modules()):
-            _warn_of_positions(type(model).__name__, f"{name}={getattr(config, name)}", sequence_length)
     if name is None or table is None:
         return
     # RoBERTa numbers positions from after the padding index

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from ..distributed.consensus import on_rank_zero, require_same_run
 from ..distributed.mesh import find_topology, rank
 from ..errors import PlanError, PreflightError, refuse_first
-from ..modeling.batch import check_inputs, training_batch
+from ..modeling.batch import training_batch
 from ..modeling.quantized import pack
 from ..planner.cost.evaluate import PlanEstimate
 from ..planner.cost.timing import price_micro_batches
@@ -98,8 +98,6 @@ def plan_run(model: nn.Module, job: Job) -> PlannedRun:
         whole = replace(job.optimizer, name=f"{job.optimizer.name} beside AdaLoRA", needs_whole=True)
         job = replace(job, optimizer=whole)
     job.check()
-    if job.config.inputs is not None:
-        check_inputs(job.config.inputs, model)
 
     run = _searched(model, job) if job.config.plan is None else _given(model, job)
     planning_s = time.perf_counter() - started

@@ -54,7 +54,6 @@ def apply_plan(
     *,
     meshes: Meshes | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    pin_memory: bool | None = None,
     broadcast: bool = True,
 ) -> nn.Module:
     """Shard the model in place according to the plan. Collective.
@@ -68,7 +67,6 @@ def apply_plan(
         units: the model's units, as `find_units` returns them for this model.
         meshes: meshes of the process group; None creates them for the default device.
         mp_policy: FSDP2's mixed precision, for every unit except batch norms.
-        pin_memory: whether units on the host use page-locked memory; None means yes, unless the device is the CPU.
         broadcast: first check that ranks have the same plan and model, and broadcast rank 0's weights; pass False only
             if all of them are known to be equal.
 
@@ -85,7 +83,7 @@ def apply_plan(
         device = meshes.device_type if meshes else collective_device().type
         require_same({"the plan": plan.fingerprint, "the model": units_text, "the device": device})
     pack(model)
-    apply_split(model, plan.split)
+    apply_split(model, plan.split, gathers=any(_is_managed(unit, plan, mp_policy) for unit in plan.units))
     plan.check(_as_description(model, units), world_size())
     refuse_changed(model, units)
     found = _find_units(model, plan, units)
@@ -111,13 +109,11 @@ def apply_plan(
     managed = [unit for unit in found if _is_managed(unit.decision, plan, mp_policy)]
     inside = {unit.description.fqn for unit in managed}
     ignored |= {named[p.name] for unit in units if unit.fqn not in inside for p in unit.parameters}
-    # Copies that overlap computation need page-locked memory; on the CPU FSDP2 fails with it.
-    pin_memory = meshes.device_type != "cpu" if pin_memory is None else pin_memory
     if managed:
         # a reference would keep all of them, whole, on the device until the last is sharded
         replaced = [weakref.ref(parameter) for parameter in model.parameters() if parameter not in ignored]
         named.clear()
-        _shard_units(model, managed, ignored, meshes, mp_policy or MixedPrecisionPolicy(), pin_memory)
+        _shard_units(model, managed, ignored, meshes, mp_policy or MixedPrecisionPolicy())
         clip_across_meshes()
         refuse_partial_use()
     replicas = _replicate(model, found, ignored, meshes, mp_policy) if plan.world_size > 1 else None
@@ -207,7 +203,6 @@ def _shard_units(
     ignored: set[nn.Parameter],
     meshes: Meshes,
     policy: MixedPrecisionPolicy,
-    pin_memory: bool,
 ) -> None:
     def placement(shard_size: int, parameter: nn.Parameter) -> Shard:
         return Shard(shard_dim(parameter.shape, shard_size))
@@ -218,7 +213,7 @@ def _shard_units(
             shard_placement_fn=partial(placement, unit.decision.shard_size),
             mesh=meshes.mesh(unit.decision.shard_size),
             reshard_after_forward=unit.decision.reshard_after_forward,
-            **memory_of(unit.decision, pin_memory=pin_memory),
+            **memory_of(unit.decision, meshes.device_type),
             mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False) if unit.description.keeps_dtype else policy,
             ignored_params=ignored,
         )

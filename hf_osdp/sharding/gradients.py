@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
 from ..distributed.mesh import collective_device, world_size
+from ..modeling.replaced import replaced
 
 _Layouts: TypeAlias = dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]]
 """Local parts of gradients by how many shards they have, their device and dtype."""
@@ -152,23 +153,17 @@ class OSDPGradScaler(torch.amp.GradScaler):
 
     torch's own reduces `found_inf` over the mesh of the first gradient only: with units on different meshes some ranks
     would step and others skip. Here local shards are checked and unscaled, and `found_inf` is the maximum over the
-    world. Optimizers that unscale by themselves (`fused=True`) get the same `found_inf`.
+    world.
     """
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step or skip, like torch's scaler.
 
-        If gradients are on two devices, they are unscaled before a fused step too: torch would copy the scale to the
-        host without waiting for the copy, and the step on the host could read what was in that memory before.
+        Gradients are unscaled before a fused step too: for those on the host torch would copy the scale without
+        waiting for the copy, and the step could read what was in that memory before.
         """
-        unscales = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if not unscales or len({device for device, _ in _local_grads(optimizer, allow_fp16=True)}) < 2:
+        with replaced(optimizer, _step_supports_amp_scaling=False):
             return super().step(optimizer, *args, **kwargs)
-        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-        try:
-            return super().step(optimizer, *args, **kwargs)
-        finally:
-            optimizer._step_supports_amp_scaling = unscales  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def _unscale_grads_(

@@ -29,9 +29,12 @@ tensors.
 """
 
 
-def memory_of(decision: Placed, *, pin_memory: bool) -> dict[str, Any]:
-    """Return the arguments of `fully_shard` that place a unit's shards."""
-    return {"offload_policy": CPUOffloadPolicy(pin_memory=pin_memory) if decision.on_host else OffloadPolicy()}
+def memory_of(decision: Placed, device_type: str) -> dict[str, Any]:
+    """Return the arguments of `fully_shard` that place a unit's shards. Copies from the host that overlap computation
+    need page-locked memory; on the CPU FSDP2 fails with it.
+    """
+    on_host = CPUOffloadPolicy(pin_memory=device_type != "cpu")
+    return {"offload_policy": on_host if decision.on_host else OffloadPolicy()}
 
 
 def place_of(group: ParameterGroup) -> Place:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..distributed.mesh import world_size
 from ..errors import OSDPError
-from ..modeling.split.names import keep_positions, whole_parameters
+from ..modeling.split.names import whole_parameters
 from ..modeling.step_hooks import before_step
 from ..modeling.units import canonical_name, named_parameters
 from ..planner.description import UnitDescription
@@ -95,14 +95,10 @@ def rebind_parameters(
 
 
 def step_on_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Let the optimizer of a model under a plan step by device, and keep the positions of sliced parameters in its
-    state dict.
-    """
+    """Let the optimizer of a model under a plan step by device."""
     inner = bare_optimizer(optimizer)
     check_optimizer(inner, _parts_or_on_host(model))
     step_by_device(inner, host_parameters(model))
-    if whole_parameters(model):
-        keep_positions(inner, model)
 
 
 def _parts_or_on_host(model: nn.Module) -> list[nn.Parameter]:

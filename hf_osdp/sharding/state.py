@@ -33,7 +33,6 @@ from ..modeling.split.names import (
     is_split,
     merge_optimizer_state,
     merge_state_dict,
-    own_positions,
     split_optimizer_state,
 )
 from ..modeling.split.whole_tensor import WholeTensor
@@ -135,7 +134,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], *,
 
     All ranks raise RuntimeError if shapes do not fit or, with `strict`, names are missing or unexpected.
     """
-    if not is_under_plan(model):
+    if not (is_under_plan(model) or is_split(model)):
         model.load_state_dict(dict(state), strict=strict)
         return
     targets = named_weights(model)
@@ -200,8 +199,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_ta
 def _for_torch(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Make the optimizer's state dict as torch's functions expect it: of its own parameters only."""
     hook = optimizer.register_state_dict_post_hook(_without_others)
-    with own_positions():
-        yield
+    yield
     hook.remove()
 
 

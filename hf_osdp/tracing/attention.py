@@ -151,33 +151,13 @@ def capability_here() -> Capability | None:
 
 def math_kernel_warning(call: AttentionCall, capability: Capability) -> str:
     """Return a warning that says what the math kernel saves, why it runs, and the remedy."""
-    dtype = str(call.dtype).removeprefix("torch.")
-    sizes = f"query {list(call.query)}, key {list(call.key)}, value {list(call.value)}"
-    grouped, low = call.dtype is torch.float32 and not call.has_equal_heads, call.dtype is torch.bfloat16
-    cases = (
-        (
-            low and capability[0] < 8,
-            f"bfloat16 has no other kernel on compute capability {capability[0]}.{capability[1]}", "train in fp16",
-        ),
-        (
-            grouped, "float32 with grouped-query attention has no other kernel before torch 2.14",
-            "train in bf16 or fp16",
-        ),
-        (
-            call.dtype is torch.float64, "float64 has no other kernel",
-            "train in bf16, or in float32 without grouped heads",
-        ),
-        (
-            True, f"no fused kernel accepts {dtype} with {sizes}",
-            "use another attn_implementation, or shorter sequences",
-        ),
-    )  # fmt: skip
-    reason, remedy = next(texts for holds, *texts in cases if holds)
     scores = call.query[1] if len(call.query) == 4 else 1
     return (
         f"Attention runs torch's math kernel, which saves {scores} x {call.query[-2]} x {call.key[-2]} scores per"
-        " sample and layer:"
-        f" {reason}; {remedy}."
+        f" sample and layer: no fused kernel of compute capability {capability[0]}.{capability[1]} takes"
+        f" {str(call.dtype).removeprefix('torch.')} with query {list(call.query)}, key {list(call.key)} and value"
+        f" {list(call.value)}; train in {'fp16' if capability[0] < 8 else 'bf16 or fp16'}, or use another"
+        " attn_implementation."
     )
 
 

@@ -203,7 +203,8 @@ class _Describer:
         Return whether there were any.
         """
         inputs = self._inputs
-        labels = inputs(1).get("labels")
+        batch = inputs(1)
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if not (isinstance(labels, (list, tuple)) and labels and isinstance(labels[0], Mapping)):
             return False
         self._inputs = lambda samples: {name: value for name, value in inputs(samples).items() if name != "labels"}

@@ -58,7 +58,7 @@ class _UnknownTypeError(Exception):
     """An argument of an unknown type."""
 
 
-class _TensorSpec(NamedTuple):
+class _ResultSpec(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -71,7 +71,7 @@ class Repeatable(NamedTuple):
     is_view: bool
     kind: type
     """`tuple`, `list`, or the type of a single tensor."""
-    specs: Sequence[_TensorSpec | None]
+    specs: Sequence[_ResultSpec | None]
     is_small: bool
     work: PhaseRecord
 
@@ -94,7 +94,7 @@ class Repeatable(NamedTuple):
         if not (is_view or is_new):
             return None
         specs = [
-            None if each is None else _TensorSpec(each.shape, each.stride(), each.storage_offset(), each.dtype)
+            None if each is None else _ResultSpec(each.shape, each.stride(), each.storage_offset(), each.dtype)
             for each in results
         ]
         return cls(is_view, kind, specs, is_small, work)

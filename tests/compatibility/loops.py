@@ -169,10 +169,8 @@ def model_saved(side: Side, model: Any = "llama") -> Figures:
     return [*figures, sums(load_file(side.folder / "out" / "model.safetensors"))]
 
 
-def compiled_model_saved(side: Side) -> Figures:
-    """Call `save_model` with a compiled model; the stock stack saves names that `from_pretrained` does not find."""
-    *figures, found = model_saved(side, "compiled")
-    return [*figures, {name.removeprefix("_orig_mod."): value for name, value in found.items()}]
+def compiled(side: Side) -> Figures:
+    return _loop(*_prepared(side, "compiled"))
 
 
 def prepared_singly(side: Side) -> Figures:

@@ -37,7 +37,7 @@ def sharded(layout: str, *, policy: MixedPrecisionPolicy | None = None, **option
     model = parts()
     units = units_of_parts(model)
     plan = plan_of(units, dist.get_world_size(), layout, **options)
-    apply_plan(model, plan, units, meshes=Meshes("cpu"), mp_policy=policy, pin_memory=False)
+    apply_plan(model, plan, units, meshes=Meshes("cpu"), mp_policy=policy)
     return model, plan
 
 

@@ -13,7 +13,6 @@ import pickle
 import shutil
 import threading
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -36,12 +35,10 @@ from hf_osdp.checkpoint.safe import SafeReader, load_file
 from hf_osdp.checkpoint.states import load_loop
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.errors import CheckpointError
-from hf_osdp.integrations.checkpoints import rescale_schedules
 from tests.helpers.models import tiny_model
 from tests.helpers.sampling import slow_but
 from tests.unit.checkpoint.checkpoints import saved, trained
 from tests.unit.integrations.test_checkpoints import names, planned
-from tests.unit.integrations.test_schedules import KINDS, made, own
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -236,16 +233,17 @@ def test_trainer_names_each_change_between_save_and_resume(ended, tmp_path, capl
     model.config.n_head, model.config.activation_function = 2, "relu"
     changes = {"learning_rate": 2e-2, "weight_decay": 0.1, "lr_scheduler_type": "cosine"}
     again = planned(tmp_path, max_steps=2, model=model, **changes)
-    rows = again.train_dataset
-    other = [{name: value.flip(0) for name, value in row.items()} for row in rows]
-    same = (0, len(rows) // 2, len(rows) - 1)
-    again.train_dataset = [rows[at] if at in same else row for at, row in enumerate(other)]
+    again.train_dataset = again.train_dataset[1:]
     again.train(resume_from_checkpoint=True)
     (line,) = (record.getMessage() for record in caplog.records if "was saved with" in record.getMessage())
     before_save, now = line.split("; this run has ")
     for name, (before, after) in CHANGED.items():
         assert f"{name} {before}" in before_save and f"{name} {after}" in now, line
-    assert "dataset of 16 rows (" in before_save and "it does not continue the same training" in now
+    assert (
+        "dataset of 16 rows" in before_save
+        and "dataset of 15 rows" in now
+        and "it does not continue the same training" in now
+    )
 
 
 def halves(size: torch.Size, second: int) -> list[ChunkStorageMetadata]:
@@ -292,19 +290,6 @@ def test_manifest_with_absurd_number_is_damage(tmp_path, field, value):
     assert last_checkpoint(tmp_path) is None
     with pytest.raises(CheckpointError):
         replace(Manifest(files={}, world_size=1), **{field: value})
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("kind", [*KINDS, "two on one optimizer"])
-def test_huge_position_of_a_schedule_is_never_stepped_to(kind):
-    kinds = [KINDS["step"], KINDS["exponential"]] if kind not in KINDS else [KINDS[kind]]
-    optimizer, several = made(kinds, 1)
-    before = [own(scheduler) for scheduler in several]
-    for scheduler in several:
-        scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": 2**62})
-    left = rescale_schedules(before, Fraction(1, 2))
-    assert (left == []) == (kind == "one cycle"), left  # which ends at its last step
-    assert all(0 <= group["lr"] <= 0.4 for group in optimizer.param_groups)
 
 
 @pytest.mark.parametrize("content", ["class", "garbage", "cut"])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +57,16 @@ def test_public_names_resolve_and_others_do_not():
         hf_osdp.nonexistent  # noqa: B018
     with pytest.raises(ImportError):
         from hf_osdp import nonexistent  # noqa: F401
+
+
+def test_no_two_classes_have_one_name():
+    found = Counter(
+        node.name
+        for path in Path(hf_osdp.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, number in found.items() if number > 1] == []
 
 
 MODULES = {

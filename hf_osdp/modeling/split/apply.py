@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from ...errors import PlanError
 from ...planner.split import ModelSplit
 from .loss_chunks import ChunkedHead, chunk_loss
 from .loss_chunks import only_loss_read as only_loss_read
@@ -14,10 +15,13 @@ from .names import is_split
 from .operators import split_operators
 
 
-def apply_split(model: nn.Module, split: ModelSplit) -> None:
+def apply_split(model: nn.Module, split: ModelSplit, *, gathers: bool = True) -> None:
     """Split a model in place, before it is sharded, unless it is split already; raise as `split_operators` and
-    `chunk_loss`.
+    `chunk_loss`. Refuse slices of a model that `gathers` no unit: they save nothing, and state dicts would have their
+    names.
     """
+    if split.sliced and not gathers:
+        raise PlanError("The plan has operators in slices, but no unit is sharded or on the host; plan again.")
     if split.sliced and not is_split(model):
         split_operators(model, split.sliced)
     if split.loss_chunks > 1:

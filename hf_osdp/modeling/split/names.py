@@ -1,12 +1,9 @@
-"""Convert state dicts of a split model and its optimizer to Hugging Face names, positions and shapes, and back."""
+"""Convert state dicts of a split model and its optimizer to Hugging Face names and shapes, and the latter back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -15,11 +12,9 @@ from torch import nn
 
 from ...errors import OSDPError
 from ..parts import canonical_name
-from ..replaced import setting
 from .modules import SplitLinear
 
 Join = Callable[[Sequence[Any], "WholeParameter"], Any]
-_OWN_POSITIONS: ContextVar[bool] = ContextVar("own positions", default=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,22 +100,6 @@ def merge_state_dict(
     return merged
 
 
-def split_state_dict(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Reverse `merge_state_dict`; entries that already have a slice's name stay. Refuse values of another shape."""
-    sliced, found = whole_parameters(model), dict[str, Any]()
-    for name, value in state.items():
-        whole = sliced.get(name)
-        if whole is None:
-            found[name] = value
-        elif tuple(value.shape) != whole.shape:
-            raise RuntimeError(
-                f"size mismatch for {name}: shape {tuple(value.shape)} was given, but the model's is {whole.shape}."
-            )
-        else:
-            found.update(zip(whole.parts, whole.cut(value), strict=True))
-    return found
-
-
 def merge_optimizer_state(state: Mapping[str, Any], model: nn.Module, *, join: Join = concatenated) -> dict[str, Any]:
     """Return an optimizer's state dict by parameter names, with Hugging Face names and shapes.
 
@@ -174,83 +153,7 @@ def split_optimizer_state(state: Mapping[str, Any], model: nn.Module) -> dict[st
     return {"state": found, "param_groups": groups}
 
 
-def keep_names(model: nn.Module) -> None:
-    """Make `state_dict` and `load_state_dict` of a model that is not sharded use Hugging Face names and shapes."""
-    if _merge_hook not in model._state_dict_hooks.values():
-        model.register_state_dict_post_hook(_merge_hook)
-        model.register_load_state_dict_pre_hook(_split_hook)
-
-
-def _merge_hook(model: nn.Module, state: dict[str, Any], prefix: str, local_metadata: object) -> None:
-    # if the model is sharded, torch's functions look up slices by their own names
-    if not any(hasattr(value, "placements") for name, value in state.items() if name.startswith(prefix)):
-        _replace(state, prefix, lambda own: merge_state_dict(own, model))
-
-
-def _split_hook(model: nn.Module, state: dict[str, Any], prefix: str, *others: object) -> None:
-    _replace(state, prefix, lambda own: split_state_dict(own, model))
-
-
-def _replace(state: dict[str, Any], prefix: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    own = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
-    state.update({prefix + name: value for name, value in change(own).items()})
-
-
-def keep_positions(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Make `state_dict` and `load_state_dict` of a split model's optimizer use the positions of the whole model's
-    parameters.
-
-    In each group all slices of a parameter must be consecutive. Nothing changes for sharded parameters, for which
-    torch uses names.
-    """
-    optimizer = getattr(optimizer, "optimizer", optimizer)
-    if not any(
-        getattr(hook, "func", None) is _merge_positions for hook in optimizer._optimizer_state_dict_post_hooks.values()
-    ):
-        optimizer.register_state_dict_post_hook(partial(_merge_positions, model))
-        optimizer.register_load_state_dict_pre_hook(partial(_split_positions, model))
-
-
-def own_positions() -> AbstractContextManager[None]:
-    """Inside the context, state dicts of optimizers use the slices' positions, as torch's functions that use names
-    expect.
-    """
-    return setting(_OWN_POSITIONS, True)
-
-
-def at_positions(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an optimizer's state by names to a state by positions, in the order of its groups."""
-    names = [name for group in state["param_groups"] for name in group["params"]]
-    return renamed(state, {name: position for position, name in enumerate(names)})
-
-
 def renamed(state: Mapping[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
     """Return an optimizer's state with other keys of its parameters, such as names instead of positions."""
     groups = [{**group, "params": [new[name] for name in group["params"]]} for group in state["param_groups"]]
     return {"state": {new.get(name, name): own for name, own in state["state"].items()}, "param_groups": groups}
-
-
-def _merge_positions(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
-) -> dict[str, Any] | None:
-    names = _plain_names(model, optimizer)
-    return at_positions(merge_optimizer_state(renamed(state, dict(enumerate(names))), model)) if names else None
-
-
-def _split_positions(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
-) -> dict[str, Any] | None:
-    names = merged_names(_plain_names(model, optimizer), model)
-    if not names or sum(len(group["params"]) for group in state["param_groups"]) != len(names):
-        return None  # torch reports the mismatch
-    return at_positions(split_optimizer_state(renamed(state, dict(enumerate(names))), model))
-
-
-def _plain_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return names of an optimizer's parameters by position; empty if it keeps its own positions or holds shards."""
-    names = {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    keeps_own = _OWN_POSITIONS.get() or not all(
-        parameter in names and not hasattr(parameter, "placements") for parameter in parameters
-    )
-    return [] if keeps_own else [names[parameter] for parameter in parameters]

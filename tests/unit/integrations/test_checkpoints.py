@@ -96,11 +96,11 @@ def test_trainer_refuses_damaged_path_and_takes_the_one_before(tmp_path, caplog)
     again.train(resume_from_checkpoint=str(divided))
     assert again.state.global_step == 4, "went on from checkpoint-3"
     again = planned(tmp_path, seed=2, bf16=True)
-    again.train_dataset = again.train_dataset[::-1]
+    again.train_dataset = again.train_dataset[1:]
     again.train(resume_from_checkpoint=True)
     lines = [record.getMessage() for record in caplog.records if "was saved with" in record.getMessage()]
-    assert len(lines) == 1 and "checkpoint-4 was saved with seed 1, precision no, dataset of 16 rows (" in lines[0]
-    assert "this run has seed 2, precision bf16, dataset of 16 rows (" in lines[0]
+    assert len(lines) == 1 and "checkpoint-4 was saved with seed 1, precision no, dataset of 16 rows" in lines[0]
+    assert "this run has seed 2, precision bf16, dataset of 15 rows" in lines[0]
     assert "To continue it, use the saved settings." in lines[0]
     with pytest.raises(ValueError, match=r"No valid checkpoint found in output directory \(.*\)"):
         planned(tmp_path / "empty").train(resume_from_checkpoint=True)

@@ -9,8 +9,7 @@ from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from accelerate.utils.other import is_compiled_module
 
 from hf_osdp.integrations.accelerator import OSDPAccelerator
-from hf_osdp.integrations.plugin import unwrapped
-from hf_osdp.preparation.config import OSDPConfig
+from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
 from tests.helpers.models import tiny_model
 
 
@@ -48,10 +47,10 @@ def test_blocks_are_compiled_as_launcher_and_dynamo_ask_and_accelerate_compiles_
         assert not is_compiled_module(accelerator.prepare_model(torch.nn.Linear(2, 2), evaluation_mode=True))
 
 
-def test_model_wrapped_by_torch_compile_is_unwrapped_and_blocks_compiled():
-    model, config = tiny_model("gpt2"), OSDPConfig()
-    assert unwrapped(model, config) == (model, config)
-    assert unwrapped(torch.compile(model), config) == (model, OSDPConfig(compile=True))
+def test_model_wrapped_by_torch_compile_is_refused():
+    for act in (OSDPAccelerator(cpu=True, osdp={}).prepare, OptimalShardedDataParallel):
+        with pytest.raises(ValueError, match=r"give the model itself, and OSDPConfig\(compile=True\)"):
+            act(torch.compile(tiny_model("gpt2")))
 
 
 def test_what_a_plan_cannot_compile_is_refused_in_one_line():
@@ -63,6 +62,3 @@ def test_what_a_plan_cannot_compile_is_refused_in_one_line():
     given = {"plan": "plan.json"}
     with pytest.raises(ValueError, match="plan runs a given plan as it is"):
         OSDPAccelerator(cpu=True, osdp=given, dynamo_backend="inductor")
-    AcceleratorState._reset_state(reset_partial_state=True)
-    with pytest.raises(ValueError, match="so compile=True would have no effect; leave one of the two out"):
-        OSDPAccelerator(cpu=True, osdp=given).plan(torch.compile(tiny_model("gpt2")))

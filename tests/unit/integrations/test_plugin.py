@@ -69,16 +69,13 @@ def test_plugin_accepts_the_defaults_that_the_launcher_exports(monkeypatch):
     assert OSDPPlugin().osdp == OSDPConfig(memory_limit="1GiB")
 
 
-def test_cpu_offload_puts_all_units_on_the_host(caplog):
-    plugin, config = OSDPPlugin(cpu_offload=True), OSDPConfig(memory_limit="1GiB")
-    assert plugin.asking(config, "cuda") == OSDPConfig(memory_limit="1GiB", host_offload=True)
-    assert plugin.asking(config, "cpu") is config and "no effect on the CPU" in caplog.text
-    assert OSDPPlugin().asking(config, "cuda") is config
-    with pytest.raises(ValueError, match="host_offload=False, but cpu_offload moves all states"):
-        plugin.asking(OSDPConfig(host_offload=False), "cuda")
-    with pytest.raises(ValueError, match=r"^cpu_offload has no effect on a given plan"):
-        plugin.asking(OSDPConfig(plan="plan.json"), "cuda")
-    assert OSDPPlugin(cpu_offload=CPUOffloadPolicy(pin_memory=False)).pin_memory is False
+def test_cpu_offload_is_refused(monkeypatch):
+    for given in (True, CPUOffloadPolicy(pin_memory=False)):
+        with pytest.raises(ValueError, match=r"is decided by the plan; leave it out, or use OSDPConfig\(host_"):
+            OSDPPlugin(cpu_offload=given)
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    with pytest.raises(ValueError, match=r"^cpu_offload \(fsdp_offload_params\) is decided"):
+        OSDPPlugin()
 
 
 def test_plugin_for_takes_a_plugin_or_a_configuration(monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_osdp.errors import HardwareError, InfeasibleError
+from hf_osdp.errors import DescriptionError, HardwareError, InfeasibleError
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile
@@ -95,11 +95,12 @@ def test_inputs_of_the_user_are_planned_with_or_refused():
         return planned(Scores(), inputs=inputs, block_classes="Linear", sequence_length=8).plan
 
     assert plan_with(lambda samples: {"features": torch.rand(samples, 8), "wanted": torch.rand(samples)}).units
-    with pytest.raises(ValueError, match=r"inputs\(1\) returned a list; it must return a mapping of forward's"):
-        plan_with(lambda samples: [1])
-    line = r"inputs\(1\) has 'input_ids', which Scores.forward does not take; .* features, wanted"
-    with pytest.raises(ValueError, match=line):
-        plan_with(lambda samples: {"input_ids": 1})
+    for wrong, said in (
+        ([1], "TypeError"),
+        ({"input_ids": 1}, "unexpected keyword argument 'input_ids'"),
+    ):
+        with pytest.raises(DescriptionError, match=rf"{said}.* Pass inputs that its forward accepts"):
+            plan_with(lambda samples, wrong=wrong: wrong)
 
 
 def builder_of(model: nn.Module, **options: object) -> ProblemBuilder:
