@@ -59,6 +59,8 @@ def parse_share(value: int | float | str, whole_bytes: int, *, name: str) -> int
         share = float(value)
     except ValueError:
         share = math.inf
+    if 1 <= share < _LEAST_LIMIT:
+        raise ValueError(f"{name}={shown(value)} must be a share below 1, or bytes with a unit, such as 24GiB.")
     return round(share * whole_bytes) if 0 <= share < 1 else parse_limit(value, name=name)
 
 

@@ -64,6 +64,8 @@ class Case:
         self.config: OSDPConfig = replace(request.config, profile=profile)
         """The options of the run."""
         hardware, given = self.hardware, f"--memory-limit {self.config.memory_limit}"
+        if self.config.memory_limit is None and self.config.beside is not None:
+            given = f"--beside {self.config.beside}"
         limit = hardware.check_limit(self.config.memory_limit_bytes, given=given)
         _path_of(request.model)
         alone, lengths = request.lora_rank is None, [request.lengths, request.mean_length]

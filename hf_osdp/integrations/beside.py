@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..distributed.mesh import rank, world_size
-from ..errors import shown
+from ..errors import DescriptionError, shown
 from ..measurement.timing import over_ranks
+from ..planner.cost.evaluation import EvaluatedModel
 from ..preparation.job import OTHER_TENSORS, Beside
 from ..quantities import format_bytes
 from ..sharding.beside import as_sharded, shard_beside
@@ -73,26 +75,45 @@ class ModelsBeside:
         return tuple(self._waiting)
 
     def bytes(self) -> Beside | None:
-        """Return what the models take whole and in shards; None if there are none that can be sharded."""
-        if world_size() == 1 or not self._waiting:
+        """Return what the models take whole and in shards; None if there are none that gain by it."""
+        sharded = self._sharded
+        if not sharded:
             return None
-        sharded = [as_sharded(model) for model in self._waiting]
-        units = [unit for one in sharded for unit in one.description.units]
+        whole = sum(tensor.nbytes for model in sharded for tensor in (*model.parameters(), *model.buffers()))
+        held, gathers = zip(*(one.standing_bytes for one in sharded.values()), strict=True)
+        units = [unit for one in sharded.values() for unit in one.description.units]
         gathered = [sum(p.numel * p.dtype.itemsize for p in unit.parameters) for unit in units]
-        return Beside(
-            whole_bytes=self.whole_bytes, sharded_bytes=sum(one.standing_bytes for one in sharded),
-            gathered_bytes=tuple(gathered),
-        )  # fmt: skip
+        nbytes = sum(held) + max(gathers)  # they run one after the other
+        if nbytes >= whole:
+            return None
+        return Beside(whole_bytes=whole, sharded_bytes=nbytes, gathered_bytes=tuple(gathered))
+
+    @property
+    def _sharded(self) -> dict[nn.Module, EvaluatedModel]:
+        """The models that can be sharded, as they then run; others have dtypes that no plan knows."""
+        found = {}
+        for model in self._waiting if world_size() > 1 else ():
+            with suppress(DescriptionError):
+                found[model] = as_sharded(model)
+        return found
 
     def facts(self, model: nn.Module) -> dict[str, Any]:
         """Return what a `Job` knows of the models beside one that a loop trains. Collective."""
+        self.leave_out(model)
         others = {"models beside": self.whole_bytes, **other_tensors(self._device, [model, *self.models])}
-        return {"other_models": others, "beside": self.bytes()}
+        return {"other_models": others, "models_beside": self.bytes()}
+
+    def leave_out(self, trained: nn.Module) -> None:
+        """Forget the trained model and its parts, which the plan itself places."""
+        for part in trained.modules():
+            if part in self._waiting:
+                self._waiting.pop(part).remove()
 
     def place(self, *, sharded: bool) -> None:
         """Move the models to the device, whole or in shards. Collective."""
+        shards = self._sharded if sharded else {}
         for model in list(self._waiting):
-            if sharded:
+            if model in shards:
                 self._waiting.pop(model).remove()
                 shard_beside(model)
             self._place(model)

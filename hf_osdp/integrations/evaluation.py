@@ -94,10 +94,13 @@ def generation_of(trainer: Any, prompt: int, new_tokens: int | None = None) -> G
     if generation is None:
         return None
     text, crosses = model.config.get_text_config(decoder=True), getattr(model.config, "is_encoder_decoder", False)
-    heads, kinds = text.num_attention_heads, getattr(text, "layer_types", None)
-    layers = text.num_hidden_layers if kinds is None else kinds.count("full_attention")
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    width = kv_heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+    try:  # a state-space model has no heads, others have other sizes in each layer
+        heads, kinds = text.num_attention_heads, getattr(text, "layer_types", None)
+        layers = text.num_hidden_layers if kinds is None else kinds.count("full_attention")
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        width = kv_heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+    except (AttributeError, TypeError):
+        return None
     tokens = getattr(args, "generation_max_length", None) or generation.max_length or 20
     if (new_tokens := new_tokens or generation.max_new_tokens) is not None:
         tokens = new_tokens + (0 if crosses else prompt)
@@ -129,7 +132,7 @@ def rollouts_of(trainer: Any, length: int) -> tuple[Generation, int] | None:  # 
 
 def _reason_against_cuts(trainer: Any, rule: MicroBatchRule, batches: Batches) -> str | None:  # noqa: ANN401
     if (reason := rule.kept or rule.differs) is not None:
-        return reason.rstrip(".")
+        return reason.partition(", so micro-batches")[0].rstrip(".")
     if not rule.cuts or type(trainer).compute_loss is not StockTrainer.compute_loss:
         return "its loss may depend on which samples are in a batch"
     return reason_against_cuts(batches(2), samples=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import transformers.trainer
 from torch import nn
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 from transformers import Trainer as StockTrainer
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
@@ -82,6 +83,10 @@ class Trainer(TrainerCheckpoints):
     """How the evaluation in progress runs; None outside of one."""
     _waiting: list[dict[str, Any]]
     """The batches of the step that have been loaded."""
+    _without_cache: Sequence[Any] = ()
+    """Configurations of the model's parts whose cache is off while it runs under the plan."""
+    _moves: RemovableHandle | None = None
+    """Moves the model to the device if it runs before the plan."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -117,12 +122,12 @@ class Trainer(TrainerCheckpoints):
         if self._run is not None:
             return self._run
         assert self._osdp is not None
+        if self._moves is not None:
+            self._moves.remove()
         prepare_to_plan(self.model)
         loader = None if self.train_dataset is not None else evaluated
         job, rule = job_of_trainer(self, trains=loader is None, loader=loader)
         prepare_precision(self.model, job.precision)
-        if not self.args.use_cache:  # transformers has switched off the model's own, not those of its parts
-            disable_cache(self.model)
         with rule.explained():
             run = self._run = plan_and_announce(self.model, job)
         self._planned_samples = samples_of_step(self.args)
@@ -143,9 +148,23 @@ class Trainer(TrainerCheckpoints):
     @contextmanager
     def _as_planned(self, run: PlannedRun) -> Iterator[None]:
         """Let the stock Trainer see the plan's arguments."""
-        with replaced(self.args, **planned_arguments(self.args, *self._loaded(run.plan))):
-            with replaced(self, _train_batch_size=self.args.train_batch_size):
-                yield
+        # transformers has switched off the model's own cache, not those of its parts
+        switched = [] if self.args.use_cache else disable_cache(self.model)
+        try:
+            with replaced(self.args, **planned_arguments(self.args, *self._loaded(run.plan))):
+                with replaced(self, _train_batch_size=self.args.train_batch_size):
+                    with replaced(self, _without_cache=[*self._without_cache, *switched]):
+                        yield
+        finally:
+            for config in switched:
+                config.use_cache = True
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Save as the stock Trainer, with the configuration of a model that may cache."""
+        with ExitStack() as stack:
+            for config in self._without_cache:
+                stack.enter_context(replaced(config, use_cache=True))
+            super()._save(output_dir, state_dict)
 
     def _loaded(self, plan: Plan) -> tuple[int, int]:
         """Return the samples of a batch that this rank loads, and how many it loads in a step: as the arguments say,
@@ -169,6 +188,13 @@ class Trainer(TrainerCheckpoints):
         """Move as the stock Trainer, but only after planning, which decides which units are kept on the host."""
         if self._osdp is None or self._run is not None:
             super()._move_model_to_device(model, device)
+            return
+
+        def move(module: nn.Module, args: object) -> None:  # TRL may compute with it in `__init__`
+            if module is model:  # and not its copy
+                super(Trainer, self)._move_model_to_device(model, device)
+
+        self._moves = model.register_forward_pre_hook(move)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create as the stock Trainer, with an `OSDPAccelerator` for the merged options if OSDP is on."""

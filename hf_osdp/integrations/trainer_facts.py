@@ -53,7 +53,13 @@ def job_of_trainer(
     Collective.
     """
     args, config = trainer.args, trainer.accelerator.config
-    if config.beside is None and getattr(args, "use_vllm", False) and getattr(args, "vllm_mode", "") == "colocate":
+    trainer.accelerator.beside.leave_out(trainer.model)
+    if (
+        config.beside is None
+        and config.plan is None
+        and getattr(args, "use_vllm", False)
+        and getattr(args, "vllm_mode", "") == "colocate"
+    ):
         config = replace(config, beside=getattr(args, "vllm_gpu_memory_utilization", None))
     batches, sequence_length = _batches(trainer, config, loader)
     stock_loss = type(trainer).compute_loss is Trainer.compute_loss
@@ -90,7 +96,7 @@ def job_of_trainer(
         lengths=lengths,
         loss=None if batches is None or config.inputs or model_makes_loss else traced_loss(trainer),
         other_models=bytes_of_other_models(trainer) | other_tensors(args.device, models_of(trainer)),
-        beside=trainer.accelerator.beside.bytes(),
+        models_beside=trainer.accelerator.beside.bytes(),
         clips_gradients=bool(args.max_grad_norm and args.max_grad_norm > 0),
         against_unit_steps=against_unit_steps,
         activation_checkpointing=bool(

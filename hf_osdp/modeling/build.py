@@ -91,15 +91,15 @@ def checkpoint_blocks(model: nn.Module, block_classes: Sequence[str], *, trains:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=trains)
 
 
-def disable_cache(model: nn.Module) -> bool:
+def disable_cache(model: nn.Module) -> list[Any]:
     """Switch the key-value cache off, which only takes memory in training and which a recomputed block would extend
-    twice; a vision-language model's text part has its own switch. Return whether it was on.
+    twice; a vision-language model's text part has its own switch. Return the configurations in which it was on.
     """
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     switched = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
     for config in switched:
         config.use_cache = False
-    return bool(switched)
+    return switched
 
 
 def drops_layers(model: nn.Module) -> bool:

@@ -50,7 +50,7 @@ LEAST = {"images": 0}
 """Least values of whole numbers, if they are not 1."""
 _IGNORED_WITH_PLAN = (
     "strategy", "operator_splitting", "blocks_per_unit", "on_oom", "hardware", "profile", "nodes", "memory_margin",
-    "simplicity", "recompute", *HOST_OPTIONS, "split_vocabulary", "compile", "compare", "time_blocks",
+    "simplicity", "recompute", "beside", *HOST_OPTIONS, "split_vocabulary", "compile", "compare", "time_blocks",
 )  # fmt: skip
 
 

@@ -108,14 +108,15 @@ def find_plan(model: nn.Module, job: Job, *, hardware: Hardware | None = None) -
         found = builder(job.asking(host_offload=False)).find()
     if found is None or not (isinstance(found.outcome, Plan) or job.device_type == "cpu" or asked is False):
         found = builder(job.under_fsdp).find()
-    if job.beside is not None and not job.shards_beside:
+    if job.models_beside is not None and not job.shards_beside:
         sharded = found.builder.for_job(replace(found.builder.job, shards_beside=True)).find()
         whole_s, sharded_s = (
             one.outcome.step_s or 0.0 if isinstance(one.outcome, Plan) else math.inf for one in (found, sharded)
         )
         steps = sharded.outcome.accumulation_steps if isinstance(sharded.outcome, Plan) else 1
-        gathers_s = steps * _gather_s(job.beside, found.problem.hardware)
-        found = sharded if whole_s == math.inf or sharded_s + gathers_s < whole_s else found
+        gathers_s = steps * _gather_s(job.models_beside, found.problem.hardware)
+        if sharded_s + gathers_s < whole_s or _least(sharded) < _least(found):
+            found = sharded
     device = found.problem.hardware.device
     known = DType.BFLOAT16 in device.flops_per_s
     if job.precision.compute is DType.BFLOAT16 and known and not device.native_bf16 and rank() == 0:
@@ -125,6 +126,11 @@ def find_plan(model: nn.Module, job: Job, *, hardware: Hardware | None = None) -
             device.name, *rates,
         )  # fmt: skip
     return found
+
+
+def _least(found: FoundPlan) -> int:
+    """Return the least limit under which a plan would fit, where none does; else 0."""
+    return found.outcome.least_peak_bytes if isinstance(found.outcome, InfeasibleError) else 0
 
 
 def _gather_s(beside: Beside, hardware: Hardware) -> float:

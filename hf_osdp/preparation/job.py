@@ -96,7 +96,7 @@ class Job:
     """Computes the loop's loss of a batch; None is the model's own loss."""
     other_models: Mapping[str, int] = field(default_factory=dict)
     """Bytes that other models occupy on the device throughout, by name."""
-    beside: Beside | None = None
+    models_beside: Beside | None = None
     """Those of the other models that can be sharded."""
     shards_beside: bool = False
     """They are."""
@@ -130,7 +130,11 @@ class Job:
     @property
     def other_bytes(self) -> int:
         """Bytes that other models occupy on the device throughout."""
-        less = self.beside.whole_bytes - self.beside.sharded_bytes if self.shards_beside and self.beside else 0
+        less = (
+            self.models_beside.whole_bytes - self.models_beside.sharded_bytes
+            if self.shards_beside and self.models_beside
+            else 0
+        )
         return sum(self.other_models.values()) - less
 
     @property

@@ -116,8 +116,13 @@ def plan_run(model: nn.Module, job: Job) -> PlannedRun:
         found = Describer(model, job).describe_evaluation(asked, run.plan.split.of_single_blocks)
         return grouped_as_planned(found, run.plan)
 
-    evaluation = fit_evaluation(job, run.plan, run.inputs, as_it_evaluates)
-    others = fit_rollouts(job, run.plan, run.inputs)
+    try:
+        evaluation = fit_evaluation(job, run.plan, run.inputs, as_it_evaluates)
+        others = fit_rollouts(job, run.plan, run.inputs)
+    except PreflightError:
+        if job.models_beside is None or job.shards_beside or job.config.plan is not None:
+            raise
+        return plan_run(model, replace(job, shards_beside=True))
     others += () if evaluation is None else (evaluation.phase,)
     run = replace(run, inputs=replace(run.inputs, others=others))
     return replace(
@@ -200,7 +205,7 @@ def _given(model: nn.Module, job: Job) -> PlannedRun:
     plan.check(description, job.world_size)
     check_whole(plan, description, job.optimizer)
     inputs = PlanInputs(description=description, job=job.training(), hardware=None)
-    limit, beside = config.memory_limit_bytes or plan.memory_limit_bytes, job.beside
+    limit, beside = config.memory_limit_bytes or plan.memory_limit_bytes, job.models_beside
     if shards := beside is not None and limit is not None and _peak_bytes(plan, inputs) > limit:
         others = replace(job, shards_beside=True).other_bytes
         inputs = replace(inputs, description=replace(description, other_bytes=others))

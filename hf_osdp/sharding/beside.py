@@ -17,7 +17,7 @@ from .apply import apply_plan
 def as_sharded(model: nn.Module) -> EvaluatedModel:
     """Return a model as it runs forward in shards over all ranks, in its parameters' own dtypes."""
     units = find_units(model)
-    order = (*range(len(units)), *([0] if units and not units[0].fqn else []))  # the root's own work ends it
+    order = (*range(len(units)), *([0] if len(units) > 1 and not units[0].fqn else []))  # the root's own work ends it
     description = ModelDescription(
         model_name="", model_class=type(model).__name__, block_classes=(), sequence_length=1,
         compute_dtype=DType.FLOAT32, units=units, segments=tuple(Segment(unit=index) for index in order),

@@ -165,12 +165,12 @@ class EvaluatedModel:
         return samples * made.cache_bytes + max(samples * made.logits_bytes, forward)
 
     @property
-    def standing_bytes(self) -> int:
+    def standing_bytes(self) -> tuple[int, int]:
         """The model's own bytes, and the most that a forward gathers."""
         batch = Batch(micro_batch_size=1, accumulation_steps=1)
         units, _ = layout_terms(self.description, self.layouts, self.world_size, self.job, batch)
         held = sum(unit.parameters for unit in units) + self.description.buffer_bytes
-        return held + self._gathers(units, self.job, batch)
+        return held, self._gathers(units, self.job, batch)
 
     def _gathers(self, units: Sequence[UnitBytes], job: TrainingJob, batch: Batch) -> int:
         """Return what a forward of one token gathers at its highest moment."""

@@ -10,11 +10,9 @@ import torch
 from torch import nn
 from transformers import AlbertConfig
 
-from hf_osdp.integrations.plugin import unwrapped
 from hf_osdp.modeling.compiled import CompiledForward, compile_blocks
 from hf_osdp.modeling.wrapping import recompute
 from hf_osdp.planner.block_forms import BlockForms
-from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.tracing.describe import describe
 
 NORMED = BlockForms(compiled_classes=("Normed",))
@@ -35,20 +33,6 @@ class Normed(nn.Module):
 def block() -> nn.Module:
     torch.manual_seed(0)
     return Normed()
-
-
-def test_wrappers_of_torch_compile_are_taken_off_all_modules():
-    plain = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
-    names = list(plain.state_dict())
-    assert unwrapped(plain, OSDPConfig()) == (plain, OSDPConfig())
-    inner = plain[0]
-    plain[0], plain[1][0] = torch.compile(inner), torch.compile(plain[1][0])
-    wrapped = torch.compile(plain)
-    assert list(wrapped.state_dict()) != names
-    model, config = unwrapped(wrapped, OSDPConfig())
-    assert config.compile and model is plain and model[0] is inner and list(model.state_dict()) == names
-    with pytest.raises(ValueError, match="with a backend other than inductor cannot be planned; use inductor"):
-        unwrapped(torch.compile(nn.Linear(2, 2), backend="eager"), OSDPConfig())
 
 
 @pytest.mark.parametrize("generates_code", [False, pytest.param(True, marks=pytest.mark.slow)])
