@@ -36,7 +36,7 @@ def shard_model(
     them. Collective.
     """
     for optimizer in optimizers:
-        kind_of(optimizer).spec()  # refuses those that no plan can train
+        kind_of(optimizer).needs_whole()  # refuses those that no plan can train
     refuse_hooks(model)
     names = parameter_names(model)
     for optimizer in optimizers:

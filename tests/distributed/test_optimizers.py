@@ -233,7 +233,7 @@ OWN_OPTIONS = "^AdamW has parameters with options of their own in GlobalOptimMan
 )
 def test_what_shards_cannot_hold_is_refused_in_one_line(options, said):
     with pytest.raises(OSDPError, match=said):
-        kind_of(of_bitsandbytes(**options)).spec()
+        kind_of(of_bitsandbytes(**options)).needs_whole()
     with pytest.raises(ValueError, match=said):
         spec_of_optimizer(of_bitsandbytes(**options), device_type="cuda")
 

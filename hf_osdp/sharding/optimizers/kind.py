@@ -54,6 +54,10 @@ class Kind:
         """
         return getattr(self.optimizer, "osdp_spec", None)
 
+    def needs_whole(self) -> bool:
+        """Return whether it is correct only on whole parameters; raise OSDPError if that is not known."""
+        return self.spec().needs_whole
+
     def spec(self, device_type: str = "cuda") -> OptimizerSpec:
         """Return what it holds; raise OSDPError if it is not known, or cannot run under a plan."""
         if (known := self.known(device_type)) is not None:
