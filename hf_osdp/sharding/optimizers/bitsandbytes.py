@@ -24,7 +24,7 @@ _FLOAT32_OPTIONS = {"optim_bits": 32}
 
 
 class Bitsandbytes(Kind):
-    """Paged ones, LAMB and LARS are refused, unless declared."""
+    """Paged ones, LAMB and LARS are refused."""
 
     packages = ("bitsandbytes.",)
 
@@ -34,14 +34,14 @@ class Bitsandbytes(Kind):
         return known.name if (known := self.known()) else super().name
 
     def known(self, device_type: str = "cuda") -> OptimizerSpec | None:
-        """Return what it holds; None for paged ones, LAMB and LARS, unless declared.
+        """Return what it holds; None for paged ones, LAMB and LARS.
 
         Raises:
             OSDPError: it would train on shards differently than in one process.
         """
         optimizer, args = self.optimizer, self.optimizer.args
         if optimizer.is_paged or args.max_unorm:
-            return super().known(device_type)
+            return None
         named, registered = self._overrides(optimizer.param_groups)
         reason = (
             "comes from bitsandbytes before 0.50, whose states may have no blocks; update it" if hasattr(args, "block_wise")  # noqa: E501

@@ -31,7 +31,7 @@ class Torchao(Kind):
         # transformers passes text from `optim_args`, with which torchao fails
         block_size = getattr(self.optimizer, "block_size", None)
         if spec is None or self.optimizer.defaults["amsgrad"] or not isinstance(block_size, int):
-            return super().known(device_type)
+            return None
         return spec.with_block_size(block_size)
 
     def saved_states(self, parameter: nn.Parameter, shown: dict[str, Any]) -> dict[str, Any]:
