@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .planner.problem import PlanningProblem
     from .planner.profile import Profile
     from .planner.search.search import search
-    from .planner.training_job import OptimizerSpec, TrainingJob
+    from .planner.training_job import TrainingJob
     from .preparation.config import OSDPConfig
     from .sharding.between_steps import full_parameters
     from .sharding.gradients import OSDPGradScaler
@@ -55,7 +55,6 @@ _MODULES = {
     "measure_profile": "measurement.machine",
     "ModelDescription": "planner.description",
     "OptimalShardedDataParallel": "integrations.plain_loop",
-    "OptimizerSpec": "planner.training_job",
     "OSDPAccelerator": "integrations.accelerator",
     "OSDPConfig": "preparation.config",
     "OSDPGradScaler": "sharding.gradients",

@@ -22,6 +22,9 @@ _REFUSED = {
     "4bit": "holds its states in blocks that are quantized together",
 }
 """Part of an optimizer's name in lower case → why it cannot run under a plan."""
+NEEDS_WHOLE = ("adafactor", "lamb", "lars", "muon")
+"""Parts of names of optimizers that use norms, factors or products of whole parameters; a trial decides about others.
+"""
 ADVICE = "use an element-wise optimizer such as AdamW, Adam, SGD or RMSprop"
 _PAGED_ADVICE = "use the one that is not paged, or AdamW with OSDPConfig(offload_optimizer=True)"
 _LOW_BIT_ADVICE = "use torchao's AdamW8bit (optim='adamw_torch_8bit'), which quantizes each shard by itself"
@@ -103,7 +106,6 @@ TORCH_STATES = {
     "rmsprop": 1,
     "adadelta": 2,
     "asgd": 1,
-    "rprop": 2,
 }
 """State tensors for each parameter, as `torch.optim` keeps them by default."""
 _TORCH_IN_TRAINER = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")

@@ -36,14 +36,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, partial: Iterable[nn.Param
             " would drift apart;"
             " use strategy='fsdp', which has no replicas, or hold parameters in float32 (mixed_precision='bf16')."
         )
-    spec, partial_ids = kind.spec(), {id(parameter) for parameter in partial}
-    whole = spec.needs_whole
+    whole, known, partial_ids = kind.needs_whole(), kind.known(), {id(parameter) for parameter in partial}
     split = sum(id(p) in partial_ids or (whole and shard_size(p) > 1) for p in trained)
-    if split and not spec.steps_parts:
+    if split and (whole or (known and not known.steps_parts)):
         reason = (
-            "is not element-wise: it needs whole parameters"
-            if spec.looks_at_whole
-            else "quantizes blocks of whole parameters"
+            "quantizes blocks of whole parameters"
+            if known and not known.looks_at_whole
+            else "is not element-wise: it needs whole parameters"
         )
         raise OSDPError(
             f"{type(optimizer).__name__} {reason}, and {split} of {len(trained)} are {'sharded, ' if whole else ''}in"
@@ -55,7 +54,7 @@ def spec_of_optimizer(optimizer: torch.optim.Optimizer | None, *, device_type: s
     """Return what an optimizer will hold, plain or wrapped by Accelerate; None means AdamW with its defaults.
 
     Raises:
-        ValueError: it cannot run under a plan, or what it holds is not known.
+        ValueError: it cannot run under a plan, or its memory cannot be determined.
     """
     if optimizer is None:
         return spec_of_trainer_name("adamw_torch", device_type=device_type)

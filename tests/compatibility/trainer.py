@@ -12,8 +12,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
-from hf_osdp import OptimizerSpec
-
 from . import losses
 from .data import classes, sentences, tokenizer, tokens
 from .models import gpt2, llama
@@ -92,8 +90,6 @@ class OwnOptimizer(transformers.Trainer):
 
 
 class Muon(torch.optim.Optimizer):
-    osdp_spec = OptimizerSpec(name="normalized", states=0, needs_whole=True)
-
     def __init__(self, parameters: Any, lr: float = 1e-2):
         super().__init__(parameters, {"lr": lr})
 

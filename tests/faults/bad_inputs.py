@@ -107,8 +107,11 @@ def launched(given: str, folder: Path) -> Give:
     return read
 
 
-class Lion(torch.optim.Optimizer):
-    """Of a user."""
+class Noisy(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(torch.randn_like(parameter), alpha=-0.1)
 
 
 def weights() -> list[nn.Parameter]:
@@ -142,7 +145,7 @@ def untied() -> nn.Module:
 OPTIMIZERS: dict[str, Give] = {
     "torch.optim.Muon(...) beside an operator in slices": of_slices,
     "torch.optim.LBFGS(...)": lambda: spec_of_optimizer(torch.optim.LBFGS(weights()), device_type="cpu"),
-    "an optimizer of one's own": lambda: check_optimizer(Lion(weights(), {})),
+    "an optimizer of one's own that adds noise": lambda: check_optimizer(Noisy(weights(), {})),
     "an optimizer of another model": lambda: released(torch.optim.AdamW(weights()), nn.Linear(4, 4)),
     "an optimizer that took steps before sharding": with_state,
 }

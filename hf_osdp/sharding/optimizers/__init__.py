@@ -9,11 +9,11 @@ import torch
 from ...planner import optimizers as names
 from ...planner.training_job import OptimizerSpec
 from .bitsandbytes import Bitsandbytes
-from .kind import Adafactor, ElementWise, Kind
+from .kind import ElementWise, Kind
 from .muon import Muon, spec_beside_adamw
 from .torchao import Torchao
 
-_KINDS: tuple[type[Kind], ...] = (ElementWise, Adafactor, Muon, Torchao, Bitsandbytes)
+_KINDS: tuple[type[Kind], ...] = (ElementWise, Muon, Torchao, Bitsandbytes)
 OF_MODEL: dict[str, Callable[..., OptimizerSpec]] = {names.MUON: spec_beside_adamw}
 """Name on the command line → what the optimizer holds for a model (`names.NEED_MODEL`)."""
 

@@ -24,7 +24,7 @@ _FLOAT32_OPTIONS = {"optim_bits": 32}
 
 
 class Bitsandbytes(Kind):
-    """Paged ones, LAMB and LARS are refused."""
+    """Paged ones, LAMB and LARS are tried as others."""
 
     packages = ("bitsandbytes.",)
 

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from ...distributed.collectives import gather_rows
-from ...errors import OSDPError
 from ...planner.optimizers import MUON, upper_bound
 from ...planner.training_job import OptimizerSpec, OptimizerStep
 from ..gradients import local
@@ -22,24 +21,25 @@ from .kind import ElementWise, Kind
 
 
 class Muon(Kind):
-    """torch's own Muon; a subclass may do something else."""
+    """torch's own Muon; a subclass may do something else.
+
+    In bf16 without Nesterov a trial decides: there torch's overwrites the momentum with the update (`Tensor.bfloat16`
+    makes no copy).
+    """
 
     gathers = True
 
     @classmethod
     def includes(cls, optimizer: torch.optim.Optimizer) -> bool:
-        return type(optimizer) is torch.optim.Muon
+        return type(optimizer) is torch.optim.Muon and all(
+            getattr(parameter, "dtype", None) != torch.bfloat16
+            for group in optimizer.param_groups
+            if not group["nesterov"]
+            for parameter in group["params"]
+        )
 
     def known(self, device_type: str = "cuda") -> OptimizerSpec:
-        """Return the momentum, and temporaries for the matrices; refuse a momentum that torch overwrites, since
-        `Tensor.bfloat16` makes no copy.
-        """
-        plain = [group for group in self.optimizer.param_groups if not group["nesterov"]]
-        if any(getattr(p, "dtype", None) == torch.bfloat16 for group in plain for p in group["params"]):
-            raise OSDPError(
-                "Muon without nesterov overwrites its momentum in bf16; set nesterov=True, or hold parameters in"
-                " float32."
-            )
+        """Return the momentum, and temporaries for the matrices."""
         shapes = {tuple(parameter.shape) for group in self.optimizer.param_groups for parameter in group["params"]}
         return OptimizerSpec(
             name=MUON, states=1, step=OptimizerStep.FOR_LOOP, loop_scratch=0.0, matrices=tuple(sorted(shapes))
