@@ -17,6 +17,7 @@ import transformers
 from hf_osdp import OSDPConfig, Trainer, with_osdp
 from hf_osdp.measurement.machine import _OWN_BYTES
 from hf_osdp.planner.presets import preset
+from tests.compatibility.data import on_disk
 from tests.distributed.test_models_beside import SETTINGS, chat_tokenizer, conversations, llama, preferences
 from tests.distributed.test_trainers_of_others import _tokenizer
 from tests.helpers.sampling import slow_but
@@ -40,9 +41,12 @@ def of_rows(kind: type = Trainer, arguments: type = transformers.TrainingArgumen
 def dpo(job: Job, args: dict[str, Any], osdp: OSDPConfig) -> Any:
     trl = pytest.importorskip("trl")
     args = {**SETTINGS, "max_length": 128, "per_device_eval_batch_size": 4, **args}
+    reference, data = None if job.precomputes else llama(256, 1, 24, 512), preferences()
+    if job.precomputes:  # ranks share what the first one computes
+        data = on_disk(Path(args["output_dir"]) / f"data-{args['max_steps']}", data)
     return with_osdp(trl.DPOTrainer)(
-        model=job.model(), ref_model=llama(256, 1, 24, 512), args=trl.DPOConfig(**args), train_dataset=preferences(),
-        eval_dataset=preferences(), processing_class=_tokenizer(), osdp=osdp,
+        model=job.model(), ref_model=reference, args=trl.DPOConfig(**args), train_dataset=data,
+        eval_dataset=data, processing_class=_tokenizer(), osdp=osdp,
     )  # fmt: skip
 
 
@@ -85,6 +89,8 @@ class Job:
     metrics: bool = False
     values: bool = False
     """Whether large tensors have values, which the loop reads."""
+    precomputes: bool = False
+    """The trained model computes what a reference would, before the plan."""
     shards_beside: bool = False
     """The limit is so low that the model beside is sharded."""
     osdp: dict[str, Any] = field(default_factory=dict)
@@ -120,6 +126,10 @@ JOBS = {
         arguments={"predict_with_generate": True, "generation_num_beams": 2, "generation_max_length": 96},
     ),
     "DPO": Job(make=dpo, model=student, values=True, ranks=2, osdp=FSDP),
+    "DPO, precomputed": Job(
+        make=dpo, model=student, values=True, ranks=2, osdp=FSDP, precomputes=True,
+        arguments={"precompute_ref_log_probs": True},
+    ),
     "DPO, reference sharded": Job(make=dpo, model=student, values=True, ranks=2, osdp=FSDP, shards_beside=True),
     "GKD, teacher sharded": Job(make=gkd, model=student, values=True, ranks=2, osdp=FSDP, shards_beside=True),
     "pictures": Job(make=pictures, model=llava, values=True),
@@ -139,7 +149,7 @@ def run(name: str, folder: str, limit: int, resumes: bool) -> tuple[dict[str, tu
 
     class Parts(transformers.TrainerCallback):
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            note("resume" if resumes else "", 0)
+            note("resume" if resumes and not job.precomputes else "", 0)
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             note("training step")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -297,6 +298,8 @@ def test_a_vision_language_model_resumes_from_names_that_transformers_writes(tmp
         return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
     losses(2)
+    saved = json.loads((tmp_path / "checkpoint-2" / "config.json").read_text())
+    assert saved["text_config"]["use_cache"]  # as stock saves it
     resumed = losses(4, resumes=True)
     for folder in tmp_path.iterdir():
         shutil.rmtree(folder)

@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_osdp import OptimalShardedDataParallel, OSDPAccelerator, OSDPConfig, with_osdp
+from hf_osdp.integrations.beside import ModelsBeside
 from hf_osdp.sharding.replicas import is_under_plan
 from tests.distributed.test_trainers_of_others import _texts, _tokenizer
 from tests.helpers.distributed import run_ranks
@@ -136,3 +137,32 @@ def test_a_teacher_of_a_loop_is_sharded_and_gives_the_same_losses(kind):
     assert (whole[2], sharded[2]) == (False, True)
     assert sharded[0] == pytest.approx(whole[0], rel=1e-12)
     assert sharded[1] <= whole[1] - 2**20
+
+
+def planned(folder: str, limit: int | None) -> tuple[bool, int]:
+    """Plan DPO with an evaluation larger than its step; return whether the reference is sharded, and what the
+    evaluation needs."""
+    args = trl.DPOConfig(folder, use_cpu=True, **{**SETTINGS, "per_device_eval_batch_size": 6})
+    trainer = with_osdp(trl.DPOTrainer)(
+        model=llama(), ref_model=llama(64, seed=1), args=args, train_dataset=preferences(), eval_dataset=preferences(),
+        processing_class=_tokenizer(), osdp={"strategy": "fsdp", "hardware": "cpu", "memory_limit": limit},
+    )  # fmt: skip
+    assert trainer.plan is not None
+    (evaluation,) = trainer._run.inputs.others
+    return trainer._run.shards_beside, evaluation.peak_bytes
+
+
+def test_a_reference_is_sharded_also_where_the_evaluation_alone_needs_it(tmp_path):
+    whole = run_ranks(planned, 2, str(tmp_path), None, timeout_s=200, init=False)[0]
+    sharded = run_ranks(planned, 2, str(tmp_path), whole[1] - 2**18, timeout_s=200, init=False)[0]
+    assert (whole[0], sharded[0]) == (False, True)
+    assert sharded[1] <= whole[1] - 2**18
+
+
+@pytest.mark.on_ranks(2)
+def test_a_model_beside_of_a_dtype_that_no_plan_knows_stays_whole():
+    model = torch.nn.Linear(4, 4).to(torch.float8_e4m3fn)
+    beside = ModelsBeside(torch.device("cpu"), [model])
+    assert beside.bytes() is None and beside.whole_bytes == 20
+    beside.place(sharded=True)
+    assert not any(map(is_under_plan, model.modules()))

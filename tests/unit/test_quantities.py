@@ -38,7 +38,7 @@ def test_shares_are_below_one_and_bytes_above(value, nbytes):
     assert parse_share(value, 1024, name="beside") == nbytes
 
 
-@pytest.mark.parametrize("value", ["30%", -1, 1, "much"])
+@pytest.mark.parametrize("value", ["30%", -1, 1, 1.0, "1.5", "much"])
 def test_other_shares_are_refused(value):
     with pytest.raises(ValueError, match="beside="):
         parse_share(value, 1024, name="beside")

@@ -129,3 +129,9 @@ def test_vllm_inside_trl_gets_its_share(tmp_path):
     run = trainer._run
     assert run.hardware.beside_bytes == round(0.25 * run.hardware.device.memory_bytes)
     assert run.plan.memory_limit_bytes == 2**30
+
+
+def test_generation_of_a_model_without_heads_is_not_known():
+    config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=61)
+    trainer = SimpleNamespace(args=SimpleNamespace(), model=transformers.MambaForCausalLM(config))
+    assert generation_of(trainer, LENGTH) is None
