@@ -49,7 +49,7 @@ def evaluation_of(trainer: Any, rule: MicroBatchRule, dataset: Any, collator: An
         return None
     assert found is not None and length is not None
     batches: Batches = found.with_rows(length)
-    keeps = trainer.compute_metrics is not None and not args.prediction_loss_only
+    keeps = (trainer.compute_metrics is not None or args.do_predict) and not args.prediction_loss_only
     generates = keeps and getattr(args, "predict_with_generate", False)
     generation = generation_of(trainer, length) if generates else None
     if generates and generation is None:
@@ -57,6 +57,8 @@ def evaluation_of(trainer: Any, rule: MicroBatchRule, dataset: Any, collator: An
     sizes = [
         len(one) for one in (dataset.values() if isinstance(dataset, dict) else [dataset]) if isinstance(one, Sized)
     ]
+    if trainer.eval_dataset is None and trainer.train_dataset is not None:  # in place of samples to predict, which come later
+        sizes = [args.eval_batch_size * args.world_size]
     return Evaluation(
         loop=replace(evaluation_loop(args, max(sizes, default=None), keeps=keeps), generation=generation),
         inputs=config.inputs or batches,

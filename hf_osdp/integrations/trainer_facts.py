@@ -72,11 +72,8 @@ def job_of_trainer(
     cuts, lengths = _lengths(trainer, batches, rule, sequence_length) if trains else (False, None)
     sized = replace(config, sequence_length=sequence_length, global_batch_size=samples, micro_batch_size=rule.chosen)
     optimizer, against_unit_steps = _optimizer_facts(trainer)
-    evaluated = (
-        (loader.dataset, loader.collate_fn)
-        if loader is not None
-        else _rows_and_collator(trainer, trainer.eval_dataset)
-    )
+    rows = trainer.train_dataset if trainer.eval_dataset is None and args.do_predict else trainer.eval_dataset
+    evaluated = (loader.dataset, loader.collate_fn) if loader is not None else _rows_and_collator(trainer, rows)
     folder = RunFolder(
         path=str(args.output_dir),
         saves=args.save_strategy != SaveStrategy.NO,

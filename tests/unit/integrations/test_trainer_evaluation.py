@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from hf_osdp.errors import PreflightError
 from hf_osdp.integrations.evaluation import generation_of
-from hf_osdp.integrations.trainer import with_osdp
+from hf_osdp.integrations.trainer import Trainer, with_osdp
 from tests.distributed.test_trainers_of_others import _texts, _tokenizer
 
 LENGTH, NEW = 12, 9
@@ -135,3 +136,31 @@ def test_generation_of_a_model_without_heads_is_not_known():
     config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=61)
     trainer = SimpleNamespace(args=SimpleNamespace(), model=transformers.MambaForCausalLM(config))
     assert generation_of(trainer, LENGTH) is None
+
+
+def test_a_prediction_without_an_evaluation_goes_to_the_host_earlier_where_it_would_not_fit(tmp_path):
+    def trainer(kind: Any, **more: Any) -> Any:
+        torch.manual_seed(0)
+        args = transformers.TrainingArguments(
+            str(tmp_path), use_cpu=True, report_to="none", max_steps=1, save_strategy="no", do_predict=True,
+            per_device_train_batch_size=1,
+        )  # fmt: skip
+        return kind(model=llama(), args=args, train_dataset=rows(), **more)
+
+    want = trainer(transformers.Trainer).predict(rows(40))
+    ours = trainer(Trainer, osdp={"hardware": "cpu", "report": False})
+    assert ours.plan is not None and ours.args.eval_accumulation_steps is None
+    fitted = ours._run.evaluation
+    least = fitted.model.peak(replace(fitted.loop, samples=40, moved_after=2))[0]
+    ours._run = replace(ours._run, evaluation=replace(fitted, room_bytes=least))
+    moved: list[int | None] = []
+    step = ours.prediction_step
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        moved.append(ours.args.eval_accumulation_steps)
+        return step(*args, **kwargs)
+
+    ours.prediction_step = noted
+    got = ours.predict(rows(40))
+    assert moved == [2] * 5
+    assert (got.predictions == want.predictions).all() and (got.label_ids == want.label_ids).all()
