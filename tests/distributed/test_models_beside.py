@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import trl
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -16,6 +15,8 @@ from hf_osdp.integrations.beside import ModelsBeside
 from hf_osdp.sharding.replicas import is_under_plan
 from tests.distributed.test_trainers_of_others import _texts, _tokenizer
 from tests.helpers.distributed import run_ranks
+
+trl = pytest.importorskip("trl", reason="needs the extra `trainers`")
 
 
 def llama(width: int = 32, seed: int = 0, layers: int = 12, vocabulary: int = 32) -> LlamaForCausalLM:

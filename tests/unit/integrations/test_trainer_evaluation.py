@@ -15,7 +15,6 @@ from torch import nn
 from hf_osdp.errors import PreflightError
 from hf_osdp.integrations.evaluation import generation_of
 from hf_osdp.integrations.trainer import Trainer, with_osdp
-from tests.distributed.test_trainers_of_others import _texts, _tokenizer
 
 LENGTH, NEW = 12, 9
 
@@ -98,6 +97,8 @@ def test_evaluation_is_refused_before_training_with_a_batch_size_that_fits(tmp_p
 
 def test_rollouts_that_cannot_fit_are_refused_before_training_with_what_to_lower(tmp_path):
     trl = pytest.importorskip("trl", reason="needs the extra `trainers`")
+    from tests.distributed.test_trainers_of_others import _texts, _tokenizer
+
     args = trl.GRPOConfig(
         str(tmp_path), use_cpu=True, report_to="none", max_steps=1, save_strategy="no", num_generations=2,
         per_device_train_batch_size=2, gradient_accumulation_steps=8, max_completion_length=4096, bf16=False,
