@@ -57,9 +57,8 @@ def evaluation_of(trainer: Any, rule: MicroBatchRule, dataset: Any, collator: An
     sizes = [
         len(one) for one in (dataset.values() if isinstance(dataset, dict) else [dataset]) if isinstance(one, Sized)
     ]
-    if (
-        trainer.eval_dataset is None and trainer.train_dataset is not None
-    ):  # in place of samples to predict, which come later
+    stands_in = trainer.eval_dataset is None and trainer.train_dataset is not None
+    if stands_in:  # training samples for those to predict, which come later
         sizes = [args.eval_batch_size * args.world_size]
     return Evaluation(
         loop=replace(evaluation_loop(args, max(sizes, default=None), keeps=keeps), generation=generation),
