@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from hf_osdp import OptimalShardedDataParallel, OSDPAccelerator, OSDPConfig, with_osdp
 from hf_osdp.integrations.beside import ModelsBeside
@@ -71,12 +71,28 @@ def gkd(folder: str, osdp: Any) -> Any:
     )  # fmt: skip
 
 
+def grpo(folder: str, osdp: Any) -> Any:
+    settings = {name: value for name, value in SETTINGS.items() if name != "max_length"}
+    args = trl.GRPOConfig(folder, use_cpu=True, num_generations=2, max_completion_length=6, **settings)
+    config = llama(64).config
+    config.num_labels = 1
+    torch.manual_seed(2)
+    reward = LlamaForSequenceClassification(config)
+    kind = trl.GRPOTrainer if osdp is None else with_osdp(trl.GRPOTrainer)
+    extra = {} if osdp is None else {"osdp": osdp}
+    return kind(
+        model=llama(layers=2), reward_funcs=[reward], args=args, processing_class=_tokenizer(),
+        train_dataset=Dataset.from_dict({"prompt": _texts(12, 3)}), reward_processing_classes=[_tokenizer()], **extra,
+    )  # fmt: skip
+
+
 MAKERS = {
     "DPO": (dpo, "ref_model"),
     "DPO, sync_ref_model": (
         lambda folder, osdp: dpo(folder, osdp, width=32, sync_ref_model=True, ref_model_sync_steps=1), "ref_model",
     ),
     "GKD": (gkd, "teacher_model"),
+    "GRPO with a reward model": (grpo, "reward_funcs"),
 }  # fmt: skip
 
 
@@ -85,6 +101,7 @@ def history(name: str, folder: str, osdp: Any) -> tuple[list[tuple[float, float]
     trainer = make(folder, osdp)
     trainer.train()
     other = getattr(trainer, attribute)
+    other = other[0] if isinstance(other, list) else other
     rows = [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
     peak = 0 if osdp is None else trainer.plan.peak_bytes
     return rows, any(map(is_under_plan, other.modules())), peak, sum(p.nbytes for p in other.parameters())
