@@ -83,10 +83,10 @@ class ModelsBeside:
         held, gathers = zip(*(one.standing_bytes for one in sharded.values()), strict=True)
         units = [unit for one in sharded.values() for unit in one.description.units]
         gathered = [sum(p.numel * p.dtype.itemsize for p in unit.parameters) for unit in units]
-        nbytes = sum(held) + max(gathers)  # they run one after the other
-        if nbytes >= whole:
+        most = max(gathers)  # they run one after the other
+        if sum(held) + most >= whole:
             return None
-        return Beside(whole_bytes=whole, sharded_bytes=nbytes, gathered_bytes=tuple(gathered))
+        return Beside(whole_bytes=whole, sharded_bytes=sum(held), gathers_bytes=most, gathered_bytes=tuple(gathered))
 
     @property
     def _sharded(self) -> dict[nn.Module, EvaluatedModel]:

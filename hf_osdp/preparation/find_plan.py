@@ -357,7 +357,7 @@ class Describer:
             sequence_length=evaluation.sequence_length, activation_checkpointing=False,
         )  # fmt: skip
         description = describe(self._model, **run.keywords, split=split, recomputation=False)
-        return replace(description, other_bytes=self._job.other_bytes)
+        return self._job.with_others(description)
 
     def _of_one_sample(self) -> ModelDescription | None:
         """Describe a model that may not run more samples at once by one alone; None if the run has larger
@@ -393,7 +393,7 @@ class Describer:
 
     def _traced(self, split: ModelSplit, **options: Any) -> ModelDescription:
         description = describe_once(self._model, **self._run.keywords, split=split, **options)
-        return replace(description, other_bytes=self._job.other_bytes)
+        return self._job.with_others(description)
 
     @property
     def _run(self) -> ModelRun:

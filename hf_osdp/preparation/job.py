@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import refuse_first
+from ..planner.affine import Affine
 from ..planner.cost.evaluation import EvaluationLoop, Generation
+from ..planner.description import GatherSpan, ModelDescription, Segment
 from ..planner.lengths import Lengths
 from ..planner.optimizers import impossible_places
 from ..planner.placement import ACTIVATION_OPTION
@@ -66,7 +68,9 @@ class Beside:
 
     whole_bytes: int
     sharded_bytes: int
-    """Of one rank, with the most that a forward gathers."""
+    """Of one rank."""
+    gathers_bytes: int
+    """Most that a forward gathers."""
     gathered_bytes: tuple[int, ...]
     """Of each unit that a forward gathers."""
 
@@ -127,15 +131,24 @@ class Job:
         tokens = (self.config.global_batch_size or 0) * (self.config.sequence_length or 0)
         return self.deals_samples and self.world_size > 1 and tokens <= _MOST_DEALT_TOKENS
 
-    @property
-    def other_bytes(self) -> int:
-        """Bytes that other models occupy on the device throughout."""
-        less = (
-            self.models_beside.whole_bytes - self.models_beside.sharded_bytes
-            if self.shards_beside and self.models_beside
-            else 0
+    def with_others(self, description: ModelDescription) -> ModelDescription:
+        """Return the model with the other models on the device. Gathers of those in shards come while it computes its
+        loss, at the latest when all is there that backward needs.
+        """
+        every, beside = sum(self.other_models.values()), self.models_beside
+        if beside is None or not self.shards_beside:
+            return replace(description, other_bytes=every)
+        gathers, units = Affine(constant=beside.gathers_bytes), description.units
+        last = len(description.segments) - 1
+
+        def gathering(costs: Segment) -> Segment:
+            return replace(costs, forward=replace(costs.forward, peak_bytes=costs.forward.peak_bytes.plus(gathers)))
+
+        segments = tuple(
+            segment.each(gathering) if index == last or units[segment.unit].span is GatherSpan.STEP else segment
+            for index, segment in enumerate(description.segments)
         )
-        return sum(self.other_models.values()) - less
+        return replace(description, other_bytes=every - beside.whole_bytes + beside.sharded_bytes, segments=segments)
 
     @property
     def under_fsdp(self) -> Job:

@@ -207,8 +207,7 @@ def _given(model: nn.Module, job: Job) -> PlannedRun:
     inputs = PlanInputs(description=description, job=job.training(), hardware=None)
     limit, beside = config.memory_limit_bytes or plan.memory_limit_bytes, job.models_beside
     if shards := beside is not None and limit is not None and _peak_bytes(plan, inputs) > limit:
-        others = replace(job, shards_beside=True).other_bytes
-        inputs = replace(inputs, description=replace(description, other_bytes=others))
+        inputs = replace(inputs, description=replace(job, shards_beside=True).with_others(description))
     check_given_plan(plan, config, _peak_bytes(plan, inputs))
     here = find_topology().ranks_per_node
     if plan.devices_per_node not in (None, here) and rank() == 0:
