@@ -11,6 +11,7 @@ import time
 import urllib.request
 from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 from urllib.error import URLError
 
 import pytest
@@ -118,12 +119,16 @@ def test_page_plans_by_button_and_enter_without_a_network(address, config):
         page = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]).new_page()
         expect, asked_of = playwright.expect, set()
         page.on("request", lambda request: asked_of.add(request.url.partition("://")[2].partition("/")[0]))
-        page.goto(address)
-        page.locator("#config input[type=file]").set_input_files(config)
-        for name in ("device", "devices_per_node", "memory_limit", "sequence_length", "global_batch_size"):
-            field = page.locator(f"#{name} :is(input, textarea)").first
-            field.fill(str(FORM[name]))
-            field.press("Tab")
+
+        def fill(file: str | Path) -> None:
+            page.goto(address)
+            page.locator("#config input[type=file]").set_input_files(file)
+            for name in ("device", "devices_per_node", "memory_limit", "sequence_length", "global_batch_size"):
+                field = page.locator(f"#{name} :is(input, textarea)").first
+                field.fill(str(FORM[name]))
+                field.press("Tab")
+
+        fill(config)
         page.click("#ask")
         expect(page.locator("#comparison")).to_contain_text("osdp gain", timeout=PATIENCE_MS)
         expect(page.locator("#plan")).to_contain_text("OSDP plan")
@@ -139,7 +144,10 @@ def test_page_plans_by_button_and_enter_without_a_network(address, config):
         limit.press("Enter")
         expect(page.locator("#script")).to_contain_text("memory_limit='29GiB'", timeout=PATIENCE_MS)
         expect(page.locator("#ask")).to_have_text("Plan", timeout=PATIENCE_MS)
-        limit.fill("28GiB")
+        large = Path(config).with_name("large.json")  # takes seconds
+        sizes = {"n_layer": 24, "n_embd": 1024, "n_head": 16}
+        large.write_text(json.dumps({**json.loads(Path(config).read_text()), **sizes}))
+        fill(large)
         page.click("#ask")
         expect(page.locator("#ask")).to_have_text("Planning ...")
         page.click("#cancel")
