@@ -281,7 +281,7 @@ def _under_own_names(weights: dict[str, Any], model: nn.Module, path: Path) -> d
     cls: Any = class_of(model)
     if not issubclass(cls, PreTrainedModel) or not (path.parent / CONFIG_NAME).exists():
         return weights
-    with warnings.catch_warnings(), suppress(OSError, ValueError, RuntimeError):
+    with suppress(OSError, ValueError, RuntimeError):
         loaded, found = cls.from_pretrained(
             path.parent, config=deepcopy(model.config), dtype="auto", output_loading_info=True
         )

@@ -231,9 +231,11 @@ class ProblemBuilder:
             self._untimed = f"estimated. {error}"
 
     def for_job(self, job: Job) -> ProblemBuilder:
-        """Return a builder for the same model, hardware and times with another job; it measures nothing."""
+        """Return a builder for the same model, hardware, limit and times with another job; it measures nothing."""
         job = job.asking(profile=None)  # its times are known
-        return ProblemBuilder(self.model, job, hardware=self.hardware, times=self.times)
+        builder = ProblemBuilder(self.model, job, hardware=self.hardware, times=self.times)
+        builder.limit_bytes = self.limit_bytes  # may be lower after an out-of-memory error
+        return builder
 
     def find(self) -> FoundPlan:
         """Search on rank 0, also for a step that is cut by length if the loop can do so. Collective."""

@@ -148,7 +148,8 @@ class Job:
             segment.each(gathering) if index == last or units[segment.unit].span is GatherSpan.STEP else segment
             for index, segment in enumerate(description.segments)
         )
-        return replace(description, other_bytes=every - beside.whole_bytes + beside.sharded_bytes, segments=segments)
+        others = max(0, every - beside.whole_bytes)  # which may share tensors with the trained model
+        return replace(description, other_bytes=others + beside.sharded_bytes, segments=segments)
 
     @property
     def under_fsdp(self) -> Job:

@@ -34,9 +34,10 @@ def infeasible_error(problem: PlanningProblem, least: Plan, memory: MemoryEstima
     enough = hardware.limit_for(needed_bytes)
     size = format_bytes(_rounded_up(enough))
     more_memory = Remedy(f"devices of {size}", price=Price.MEMORY)
-    if enough > (left := hardware.device.memory_bytes - hardware.beside_bytes) and hardware.beside_bytes:
+    left = hardware.device.memory_bytes - hardware.beside_bytes
+    if left < enough <= hardware.device.memory_bytes:
         more_memory = Remedy(f"{format_bytes(enough - left)} less for other programs (beside)", price=Price.MEMORY)
-    elif enough <= hardware.device.memory_bytes:
+    elif enough <= left:
         more_memory = Remedy(f"a memory limit of {size}", f"--memory-limit {size.replace(' ', '')}", Price.MEMORY)
     ways = (*_remedies(problem), more_memory)
     margin = f", of which a margin of {format_bytes(limit - room)} stays free" if limit > room else ""

@@ -258,6 +258,22 @@ def test_remedy_of_host_memory_asks_for_no_more_than_some_plan_needs():
     assert made[1].found.plan.peak_bytes <= 24 * 2**30
 
 
+@pytest.mark.parametrize(
+    ("beside", "said"), [(0.5, "GiB less for other programs"), (0.0, "a memory limit of|devices")]
+)
+def test_other_programs_are_asked_for_memory_only_where_the_device_has_enough(beside, said):
+    asked = {
+        "sequence_length": 512,
+        "global_batch_size": 4,
+        "device": "rtx-3090",
+        "beside": beside,
+        "optimizer": "adamw",
+    }
+    request = Request.of(model="openai-community/gpt2-xl", precision="no", **asked)
+    with pytest.raises(InfeasibleError, match=said):
+        _ = Case(request).found.plan
+
+
 def test_load_config_without_a_network_names_the_nearest_shapes(monkeypatch, caplog):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"'qwen3-8' .*connect.*give a config.json, .* \(nearest: qwen3-8b"):

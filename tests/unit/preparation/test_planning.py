@@ -109,6 +109,12 @@ def builder_of(model: nn.Module, **options: object) -> ProblemBuilder:
     return ProblemBuilder(model, job, hardware=preset("h100", devices_per_node=4))
 
 
+def test_a_limit_that_an_error_has_lowered_holds_for_every_search(model):
+    builder = builder_of(model)
+    builder.limit_bytes -= 2**30
+    assert builder.for_job(builder.job).limit_bytes == builder.limit_bytes
+
+
 def test_plan_of_several_blocks_a_unit_is_that_of_a_given_plan(model, caplog):
     builder = builder_of(model, blocks_per_unit=2)
     found = builder.find()
