@@ -259,17 +259,11 @@ def test_remedy_of_host_memory_asks_for_no_more_than_some_plan_needs():
 
 
 @pytest.mark.parametrize(
-    ("beside", "said"), [(0.5, "GiB less for other programs"), (0.0, "a memory limit of|devices")]
+    ("model", "said"), [("large", "GiB less for other programs"), ("xl", r"or devices of [\d.]+ GiB")]
 )
-def test_other_programs_are_asked_for_memory_only_where_the_device_has_enough(beside, said):
-    asked = {
-        "sequence_length": 512,
-        "global_batch_size": 4,
-        "device": "rtx-3090",
-        "beside": beside,
-        "optimizer": "adamw",
-    }
-    request = Request.of(model="openai-community/gpt2-xl", precision="no", **asked)
+def test_other_programs_are_asked_for_memory_only_where_the_device_has_enough(model, said):
+    asked = {"sequence_length": 1024, "global_batch_size": 8, "device": "rtx-3090", "beside": 0.5}
+    request = Request.of(model=f"openai-community/gpt2-{model}", precision="no", **asked)
     with pytest.raises(InfeasibleError, match=said):
         _ = Case(request).found.plan
 
