@@ -7,24 +7,124 @@ and states get subclasses. Read in torch 2.11 to 2.13; `test_fsdp_internals.py` 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from operator import is_not
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    AllGatherResult,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    foreach_all_gather,
+    foreach_all_gather_copy_out,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.profiler import record_function
 
 __all__ = ["AllGather", "DefaultAllGather", "DefaultReduceScatter", "FSDPParam", "ReduceScatter", "TrainingState"]
 
 
 JOINS_BLOCKS = hasattr(FSDPState, "_force_complete_incomplete_states")
 """Whether FSDP2 casts inputs of each module of a unit, and ends a forward that called only some: from torch 2.13."""
+
+
+class _Parameters(list[FSDPParam]):
+    """Parameters of a unit under a plan, which are gathered with fewer operators than FSDP2 takes; it gets the same
+    values in the same buffers. Whatever is not an ordinary shard of one dtype is left to FSDP2.
+    """
+
+    _outputs: list[torch.Tensor] | None = None
+    """Storages of whole parameters, which are freed and allocated again."""
+    _rows: tuple[torch.Tensor, ...] = ()
+    """The same, one row for each rank."""
+
+    @cached_property
+    def dtype(self) -> torch.dtype | None:
+        """What is sent; None if FSDP2 gathers these parameters."""
+        is_ordinary = all(
+            not parameter.offload_to_cpu
+            and parameter.fsdp_placement.dim == 0
+            and not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
+            and parameter.post_forward_mesh_info in (None, parameter.mesh_info)
+            for parameter in self
+        )
+        dtypes = {parameter.param_dtype or parameter.orig_dtype for parameter in self}
+        return dtypes.pop() if is_ordinary and len(dtypes) == 1 else None
+
+    @torch.no_grad()
+    def gather(
+        self,
+        group: dist.ProcessGroup,
+        async_op: bool,
+        copy_stream: torch.Stream,
+        stream: torch.Stream,
+        device: torch.device,
+        transport: AllGather,
+    ) -> AllGatherResult:
+        """Cast shards into their place in the buffer; FSDP2 casts them into another, from which it copies them."""
+        shards = [parameter._sharded_param_data for parameter in self]
+        sizes = [shard.numel() for shard in shards]
+        size, dtype, on = sum(sizes), self.dtype, torch.get_device_module(device).stream
+        assert dtype is not None
+        with on(copy_stream):
+            buffer = transport.allocate((size * group.size(),), dtype=dtype, device=device)
+            own = buffer.narrow(0, size * group.rank(), size)
+            torch._foreach_copy_(own.split(sizes), shards)
+        stream.wait_stream(copy_stream)
+        with on(stream):
+            work = transport(output_tensor=buffer, input_tensor=own, group=group, async_op=async_op)
+            event = stream.record_event()
+        return AllGatherResult(buffer, event, work, [[dtype]] * len(self), [[size] for size in sizes], sizes)
+
+    def copy_out(self, result: AllGatherResult, group: dist.ProcessGroup) -> None:
+        """Copy whole parameters out of the buffer, into views that are made once."""
+        if self._outputs is None or any(map(is_not, self._outputs, self._found_outputs())):
+            foreach_all_gather_copy_out(result, self, group)
+            outputs = self._found_outputs()
+            if self.dtype is not None and not any(map(torch.is_inference, outputs)):
+                with torch.inference_mode(False):
+                    self._outputs, self._rows = outputs, tuple(output.view(group.size(), -1) for output in outputs)
+            return
+        buffer, event, work, *_, sizes = result
+        if event is not None:
+            torch.get_device_module(buffer.device).current_stream().wait_event(event)
+        if work is not None:
+            work.wait()
+        for parameter in self:
+            parameter.alloc_all_gather_outputs()
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self._rows):
+            torch.split_with_sizes_copy(buffer.view(group.size(), -1), sizes, dim=1, out=self._rows)
+
+    def _found_outputs(self) -> list[torch.Tensor]:
+        return [output for parameter in self for output in parameter.all_gather_outputs]
+
+
+def _all_gather(parameters: list[FSDPParam], *args: Any) -> AllGatherResult | None:
+    if isinstance(parameters, _Parameters) and parameters.dtype is not None:
+        return parameters.gather(*args)
+    return foreach_all_gather(parameters, *args)
+
+
+def _copy_out(result: AllGatherResult, parameters: list[FSDPParam], group: dist.ProcessGroup) -> None:
+    if isinstance(parameters, _Parameters):
+        parameters.copy_out(result, group)
+    else:
+        foreach_all_gather_copy_out(result, parameters, group)
+
+
+def _recorded(name: str) -> AbstractContextManager[object]:
+    """Name a part of a step for a profiler, if there is one: FSDP2 does so a dozen times for each unit."""
+    return record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()
 
 
 class ParameterGroup(FSDPParamGroup):
@@ -145,7 +245,10 @@ def parameter_groups(module: nn.Module) -> list[ParameterGroup]:
     state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     for group in filter(None, groups):
-        group.__class__ = ParameterGroup
+        if not isinstance(group, ParameterGroup):
+            group.__class__, group.fsdp_params = ParameterGroup, _Parameters(group.fsdp_params)
+            replaced = {"foreach_all_gather": _all_gather, "foreach_all_gather_copy_out": _copy_out}
+            vars(_fsdp_param_group).update(replaced, record_function=_recorded)
     return [group for group in groups if isinstance(group, ParameterGroup)]
 
 
