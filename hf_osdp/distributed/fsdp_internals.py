@@ -98,7 +98,7 @@ class _Parameters(list[FSDPParam]):
         buffer, event, work, *_, sizes = result
         if event is not None:
             torch.get_device_module(buffer.device).current_stream().wait_event(event)
-        if work is not None:
+        if isinstance(work, dist.Work):
             work.wait()
         for parameter in self:
             parameter.alloc_all_gather_outputs()

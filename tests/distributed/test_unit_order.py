@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from benchmarks import trial as trials
+from hf_osdp.distributed import fsdp_internals
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.measurement.step_meter import StepMeter
 from hf_osdp.modeling.batch import training_batch
@@ -70,6 +71,41 @@ def test_held_gradients_are_summed_in_the_reduced_dtype_as_by_fsdp2():
     wanted = dict(stock.named_parameters())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(whole(parameter.grad), whole(wanted[name].grad), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.on_ranks(2, shared=True)
+@pytest.mark.parametrize("policy", [None, HALF])
+def test_ordinary_shards_are_gathered_with_fewer_operators(policy):
+    """Values are those that `test_exactness.py` trains with; FSDP2 gathers other shards itself, and other models'."""
+    gathers = {"foreach_all_gather": 0, "foreach_all_gather_copy_out": 0}
+
+    def counted(name):
+        def call(*args):
+            gathers[name] += 1
+            return own(*args)
+
+        own = getattr(fsdp_internals, name)
+        return patch.object(fsdp_internals, name, call)
+
+    (model, _), stock = sharded("zero3", policy=policy), fully_shard(nn.Linear(4, 4))
+    with counted("foreach_all_gather"), counted("foreach_all_gather_copy_out"):
+        with torch.no_grad():
+            model(inputs(0, 0), picture=True)
+        assert gathers["foreach_all_gather_copy_out"] > 0, "FSDP2 allocates whole parameters at first"
+        gathers["foreach_all_gather_copy_out"] = 0
+        model(inputs(0, 1), picture=True).backward()
+        assert gathers == {"foreach_all_gather": 0, "foreach_all_gather_copy_out": 0}
+        stock(torch.ones(2, 4)).sum().backward()
+        assert gathers == {"foreach_all_gather": 1, "foreach_all_gather_copy_out": 1}
+
+
+@pytest.mark.on_ranks(2, shared=True)
+def test_profilers_see_the_parts_of_a_step():
+    model, _ = sharded("zero3")
+    with torch.profiler.profile() as profile:
+        model(inputs(0, 0), picture=True).backward()
+    names = {event.key.partition(" ")[0] for event in profile.key_averages()}
+    assert {"FSDP::pre_forward", "FSDP::all_gather", "FSDP::post_backward_reduce"} <= names
 
 
 @pytest.mark.on_ranks(2, shared=True)
