@@ -245,7 +245,7 @@ class PhaseCost:
     traffic_bytes: Affine = Affine()
     """Bytes read and written by all other operations."""
     operators: Affine = Affine()
-    """Operators that torch dispatches, views included."""
+    """CPU time of the operators that torch dispatches, as a multiple of a mean operator's."""
     seconds: Affine | None = None
     """Measured time of the phase on the device; None estimates it by the roofline of FLOPs and traffic."""
 

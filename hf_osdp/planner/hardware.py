@@ -238,7 +238,7 @@ class FsdpOverhead:
         """Return the CPU's time beside a GPU, estimated from the seconds of an operator; `stock` is what differs
         (`DDP_OPERATORS`, `FSDP_OPERATORS`).
         """
-        return cls._of(_OPERATORS | stock, operator_s, 0.0)
+        return cls._of(_OPERATORS | stock, _WITHOUT_LAUNCH * operator_s, 0.0)
 
     @classmethod
     def among_ranks(cls, operator_s: float, byte_s: float) -> FsdpOverhead:
@@ -261,6 +261,10 @@ _OPERATORS = {
 """CPU time of a unit's work and of AdamW, as multiples of an operator's: for a call, and for each tensor; and as
 multiples of the time to move a byte, for each byte. Measured in bf16 without bytes to move (torch 2.13), among ranks
 that send nothing; NCCL's own calls come on top: docs/rates.md.
+"""
+_WITHOUT_LAUNCH = 0.85
+"""Share of an operator's time that launches no kernel: the multiples were measured where launches take no time, and
+that work launches few. Fitted to steps of an H100: docs/rates.md.
 """
 DDP_OPERATORS = {"copy": (0.0, 1.1, 0.0), "flatten": (0.0, 2.6, 0.0)}
 """What differs under torch's DDP and autocast, which casts each weight and each gradient by itself."""

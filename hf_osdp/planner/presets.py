@@ -29,9 +29,9 @@ CUBLAS_BYTES, HOPPER_CUBLAS_BYTES = 8_519_680 + 4 * MIB, 2 * 32 * MIB
 bytes) and for cuBLASLt; NVIDIA recommends 4 MiB, on Hopper 32 MiB (cuBLAS documentation of cublasSetWorkspace;
 pytorch/pytorch#120925)."""
 
-OPERATOR_S = 8e-6
+OPERATOR_S = 6.5e-6
 """CPU time of an operator beside a GPU, until it is measured: 2 to 7 microseconds in eager torch
-(pytorch/pytorch#41383), 9 to 12 on the host of an H100 (benchmarks/gpu_suite/results.md), 7 to 8 by
+(pytorch/pytorch#41383), 9 to 12 on the host of an H100 (benchmarks/gpu_suite/results.md), 6.5 by
 trainings of short samples on an A100 (docs/rates.md). FSDP2's own time follows from it (`FsdpOverhead.issued`)."""
 
 

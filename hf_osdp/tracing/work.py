@@ -27,6 +27,10 @@ _MOVES_NOTHING = frozenset({
 
 WORK = ("matmul_flops", "attention_flops", "product_bytes", "traffic_bytes")
 """Fields of a phase that say how long it takes on a device."""
+_KERNEL, _VIEW = 1.75, 0.75
+"""CPU time of an operator that runs a kernel, and of one that only makes a view or allocates, with the model's Python,
+as multiples of the mean operator that `measurement.rates.operator_seconds` times: docs/rates.md.
+"""
 _CAUSAL_SHARE = 0.5
 """Share of the scores that a fused kernel computes under a causal mask: none above the diagonal."""
 
@@ -41,7 +45,8 @@ class PhaseRecord:
     attention_flops: int = 0
     product_bytes: int = 0
     traffic_bytes: int = 0
-    operators: int = 0
+    operators: float = 0.0
+    """CPU time, in operators: `_KERNEL` and `_VIEW`."""
 
     def add(self, work: PhaseRecord) -> None:
         """Add the work of another record."""
@@ -55,7 +60,8 @@ class PhaseRecord:
         packet = func._overloadpacket
         if func.namespace == "prim":  # a query about a fake tensor, not a computation
             return
-        self.operators += 1
+        moves = not func.is_view and packet not in _MOVES_NOTHING
+        self.operators += _KERNEL if moves else _VIEW
         if (flops := _attention_flops(func, args, kwargs)) is not None:
             self.attention_flops += flops
             self.product_bytes += _bytes((args, kwargs)) + _bytes(result)
@@ -69,7 +75,7 @@ class PhaseRecord:
             self.product_bytes += _bytes((args, kwargs)) + _bytes(result)
         elif packet in _PICKS_ROWS:
             self.traffic_bytes += _bytes((args[1:], kwargs)) + 2 * _bytes(result)
-        elif not func.is_view and packet not in _MOVES_NOTHING:
+        elif moves:
             self.traffic_bytes += _bytes((args, kwargs)) + _bytes(result)
 
 
