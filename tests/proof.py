@@ -35,7 +35,7 @@ from hf_osdp.report.plan_file import read_plan_file
 MOST_UNITS, MOST_NODES = 12, 200
 EQUAL = 3e-7
 """Relative difference of seconds that the search calls equal, with its rounding."""
-_MOST_COUNTS = ("joined", "managed", "at_end")
+_MOST_COUNTS = ("joined", "managed", "at_end", "adds")
 """Terms that lower moments."""
 
 
@@ -132,12 +132,15 @@ class _Tree:
         ]
         """The device's and the CPU's seconds, and the layout, of each choice of each unit."""
         self._fastest = [tuple(min(one[kind] for one in own) for kind in (0, 1)) for own in self.options]
-        self._bytes = once_per_shape(
-            description.units, partial(unit_bytes, world_size=hardware.world_size, job=job, batch=batch)
-        )
+        terms = partial(unit_bytes, world_size=hardware.world_size, job=job, batch=batch)
+        self._bytes = once_per_shape(description.units, terms)
+        self._earlier = once_per_shape(description.units, partial(terms, earlier=True))
         self._recomputes = any(one.activations.recomputes for own in space for one in own)
         every = [[one for _, _, one in own] for own in self.options]
-        self._least = [_least_units([self._bytes(i, one) for one in own]) for i, own in enumerate(every)]
+        self._least, self._least_earlier = (
+            [_least_units([terms(i, one) for one in own]) for i, own in enumerate(every)]
+            for terms in (self._bytes, self._earlier)
+        )
         self._segments = [
             _least_segments([self._segment(index, one) for one in every[segment.unit]])
             for index, segment in enumerate(description.segments)
@@ -165,13 +168,16 @@ class _Tree:
         if len(layouts) == len(self.options):
             needed = bytes_needed(description, layouts, hardware, problem.job, self._batch)
             return needed.device <= room and needed.host <= (hardware.host.memory_bytes if hardware.host else 0)
-        decided = (_not_ahead(self._bytes(index, one)) for index, one in enumerate(layouts))
-        units = [*decided, *map(_not_ahead, self._least[len(layouts) :])]
+        units, earlier = (
+            [*map(_not_ahead, (*(terms(i, one) for i, one in enumerate(layouts)), *least[len(layouts) :]))]
+            for terms, least in ((self._bytes, self._least), (self._earlier, self._least_earlier))
+        )
         segments = [
             self._segment(index, layouts[segment.unit]) if segment.unit < len(layouts) else self._segments[index]
             for index, segment in enumerate(description.segments)
         ]
-        peak = peak_of_terms(description, units, segments, problem.job, self._batch)
+        earlier = earlier if self._batch.accumulation_steps > 1 else []
+        peak = peak_of_terms(description, units, segments, problem.job, self._batch, earlier)
         return peak + hardware.unavoidable_bytes <= room
 
     def _segment(self, index: int, layout: UnitLayout) -> SegmentBytes:

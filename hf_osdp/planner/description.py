@@ -236,6 +236,8 @@ class PhaseCost:
     """Highest live bytes above the phase's start, without gathered parameters. Forward includes the saved activations.
     Backward is relative to the end of the segment's forward; it includes the incoming gradient and the unsharded
     gradients of the segment's parameters."""
+    adding_bytes: Envelope | None = None
+    """The same in backward where autograd adds each gradient to a held one as it comes, if that is less."""
     matmul_flops: Affine = Affine()
     """Floating-point operations in matrix products."""
     attention_flops: Affine = Affine()
@@ -253,6 +255,11 @@ class PhaseCost:
     def flops(self) -> Affine:
         """Floating-point operations in matrix products and attention."""
         return self.matmul_flops.plus(self.attention_flops)
+
+    def with_peaks(self, change: Callable[[Envelope], Envelope]) -> PhaseCost:
+        """Return the phase with its peaks changed."""
+        adding = None if self.adding_bytes is None else change(self.adding_bytes)
+        return replace(self, peak_bytes=change(self.peak_bytes), adding_bytes=adding)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

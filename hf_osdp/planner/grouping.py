@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import groupby
+from typing import Any
 
 from .affine import Affine, Envelope
 from .cost.units import shape_ids
@@ -109,14 +110,16 @@ def _after_each_other(segments: Sequence[Segment], gradients: Sequence[Affine]) 
 
 
 def _chained(segments: Sequence[Segment], gradients: Sequence[Affine]) -> Segment:
-    saved, forward, backward = Affine(), list[Envelope](), list[Envelope]()
+    saved, forward, backward, adding = Affine(), list[Envelope](), list[Envelope](), list[Envelope]()
     for segment in segments:
         forward.append(segment.forward.peak_bytes.plus(saved))
         saved = saved.plus(segment.saved_bytes)
-    level = Affine()
+    level = come = Affine()
     for segment, own in reversed(list(zip(segments, gradients, strict=True))):
-        backward.append(segment.backward.peak_bytes.plus(level))
-        level = level.plus(own).plus(segment.kept_bytes).plus(segment.saved_bytes.scaled(-1, constants=True))
+        backward.append(segment.backward.peak_bytes.plus(level).plus(come))
+        adding.append((segment.backward.adding_bytes or segment.backward.peak_bytes).plus(level))
+        level = level.plus(segment.kept_bytes).plus(segment.saved_bytes.scaled(-1, constants=True))
+        come = come.plus(own)
     return replace(
         segments[0],
         saved_bytes=saved,
@@ -127,17 +130,20 @@ def _chained(segments: Sequence[Segment], gradients: Sequence[Affine]) -> Segmen
         kept_bytes=_sum([segment.kept_bytes for segment in segments]),
         gradients=tuple(dict.fromkeys(name for segment in segments for name in segment.gradients)),
         forward=_in_turn([segment.forward for segment in segments], forward),
-        backward=_in_turn([segment.backward for segment in segments], backward),
+        backward=replace(
+            _in_turn([segment.backward for segment in segments], backward), adding_bytes=Envelope.highest(adding)
+        ),
         recomputed=(),
     )
 
 
 def _in_turn(phases: Sequence[PhaseCost], peaks: Sequence[Envelope]) -> PhaseCost:
-    work = [one.name for one in fields(PhaseCost) if one.name not in ("peak_bytes", "seconds")]
+    work = [one.name for one in fields(PhaseCost) if one.name not in ("peak_bytes", "adding_bytes", "seconds")]
     seconds = [phase.seconds for phase in phases if phase.seconds is not None]
+    sums: dict[str, Any] = {name: _sum([getattr(phase, name) for phase in phases]) for name in work}
     return PhaseCost(
         peak_bytes=Envelope.highest(peaks),
-        **{name: _sum([getattr(phase, name) for phase in phases]) for name in work},
+        **sums,
         seconds=_sum(seconds) if len(seconds) == len(phases) else None,
     )
 

@@ -284,8 +284,7 @@ def _with_saved(segment: Segment, saved: Affine) -> Segment:
         constant=max(0.0, segment.saved_bytes.constant - saved.constant),
         per_sample=max(0.0, segment.saved_bytes.per_sample - saved.per_sample),
     )
-    backward = replace(segment.backward, peak_bytes=segment.backward.peak_bytes.plus(less))
-    return replace(segment, saved_bytes=saved, backward=backward)
+    return replace(segment, saved_bytes=saved, backward=segment.backward.with_peaks(lambda peak: peak.plus(less)))
 
 
 def _nearest(

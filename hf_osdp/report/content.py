@@ -219,11 +219,11 @@ def _rows(plan: Plan, description: ModelDescription, estimate: PlanEstimate) -> 
             "recomputation": None if policy is None else policy.describe(),
             "parameters": sum(unit.numel for unit in units),
             "bytes": {
-                "held": sum(one.held - one.copies + one.gradients_after for one in terms),
+                "held": sum(one.held - one.copies + max(0, one.gradients_after) for one in terms),
                 "host": sum(host[i] for i in indices),
                 "parameters": sum(one.parameters for one in terms),
                 "optimizer": sum(one.optimizer for one in terms),
-                "gradients": sum(one.gradients_held + one.gradients_after + one.gradients_settled for one in terms),
+                "gradients": sum(one.gradients_held + one.gradients_after for one in terms),
                 "activations": sum(saved[i] for i in indices),
                 "kept": sum(one.kept + one.copies for one in terms),
                 "while it runs": max(one.gathered - one.kept + one.gather_buffer + one.copy_out for one in terms),

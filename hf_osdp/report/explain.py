@@ -108,7 +108,7 @@ def _changed(
     faster), its peak, and the peak minus the limit.
     """
     layouts = [choice if i in units else own for i, own in enumerate(plan.layouts(problem.description))]
-    peak, used, _ = bytes_needed(problem.description, layouts, problem.hardware, problem.job, plan.batch)
+    peak, used, *_ = bytes_needed(problem.description, layouts, problem.hardware, problem.job, plan.batch)
     over, host = peak - problem.room_bytes if plan.memory_limit_bytes else 0, problem.hardware.host
     return {
         "layout": choice.describe(plan.world_size), "choice": plain(choice), "added_s": added_s, "peak_bytes": peak,

@@ -90,7 +90,7 @@ def _memory_chart(estimated: Content, limit_bytes: int | None) -> AnyChart:
         tooltip=["unit:N", "phase:N", "kind:N", "bytes:N", "total:N"],
     )  # fmt: skip
     phases = (moment["phase"].partition(":")[0] for moment in estimated["moments"])  # joins the parts of backward
-    named = enumerate(name if name in ("forward", "backward") else "" for name in phases)
+    named = enumerate(name if name in ("forward", "earlier backward", "backward") else "" for name in phases)
     starts = [
         {"name": name, "start": next(group)[0], "top": 0.97 * top} for name, group in groupby(named, key=itemgetter(1))
     ]

@@ -92,6 +92,8 @@ class Recorder(MemoryTracker):
         self._with_gradients: list[nn.Parameter] = []
         self._last_arrival = 0
         """Live bytes when the last of their gradients had come."""
+        self._come_bytes = 0
+        """Bytes of their gradients."""
         self._first_nodes: list[int] = []
         self._owners: dict[int, SegmentRecord] = {}
         """The segment that made each live storage."""
@@ -121,6 +123,8 @@ class Recorder(MemoryTracker):
         """
         self._with_gradients.append(parameter)
         self._last_arrival = self.current_bytes
+        if parameter.grad is not None:  # none has come where no path from the loss gave one
+            self._come_bytes += self._storages[parameter.grad.untyped_storage()._cdata].nbytes
         if name is not None:
             self._current.gradients.append(name)
 
@@ -145,10 +149,10 @@ class Recorder(MemoryTracker):
                 phase.add(work)
                 if call.key is not None and call.key not in self._seen:
                     self._seen[call.key] = Repeatable.of(call, result, is_known(func, result), work)
-            phase.levels.append(self.current_bytes)
+            self._note_level(phase)
             scratch = None if self._processors is None else kernel_scratch(func, args, self._processors)
             if scratch is not None:
-                phase.scratch.append((self.current_bytes, scratch))
+                phase.scratch.append((len(phase.levels) - 1, scratch))
         return result
 
     def _update(self, storage: torch.UntypedStorage) -> None:
@@ -189,7 +193,7 @@ class Recorder(MemoryTracker):
             self._current.end_bytes = self.current_bytes
             self._current = self._pending
             self._current.start_bytes = self.current_bytes
-            self._current.forward.levels.append(self.current_bytes)
+            self._note_level(self._current.forward)
             self.records.append(self._current)
 
     def _switch_backward_segment(self) -> None:
@@ -207,7 +211,11 @@ class Recorder(MemoryTracker):
 
     def _enter_backward(self, record: SegmentRecord) -> None:
         self._current = record
-        record.backward.levels.append(self.current_bytes)
+        self._note_level(record.backward)
+
+    def _note_level(self, phase: PhaseRecord) -> None:
+        phase.levels.append(self.current_bytes)
+        phase.come.append(self._come_bytes)
 
     def close_backward(self) -> None:
         record, before = self._current, self.current_bytes
@@ -217,6 +225,7 @@ class Recorder(MemoryTracker):
             gradients = before - self.current_bytes
             record.arrival_bytes = max(0, self._last_arrival - gradients - record.start_bytes)
         self._with_gradients.clear()
+        self._come_bytes = 0
         if record.release is not None:
             before = self.current_bytes
             record.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
@@ -138,14 +139,19 @@ def _released(record: SegmentRecord) -> int:
 
 def _phase(records: Sequence[PhaseRecord], floors: Sequence[int], samples: Samples) -> PhaseCost:
     levels = [[level - floor for level in record.levels] for record, floor in zip(records, floors, strict=True)]
+    rest = [list(map(operator.sub, own, record.come)) for own, record in zip(levels, records, strict=True)]
+    peak, adding = (replace(_peak(own, samples), scratch=_scratch(records, own, samples)) for own in (levels, rest))
     return PhaseCost(
-        peak_bytes=replace(_peak(levels, samples), scratch=_scratch(records, floors, samples)),
+        peak_bytes=peak,
+        adding_bytes=None if adding == peak else adding,
         operators=_linear([record.operators for record in records[-2:]], samples[-2:]),
         **{name: _linear([getattr(record, name) for record in records[-2:]], samples[-2:]) for name in WORK},
     )
 
 
-def _scratch(records: Sequence[PhaseRecord], floors: Sequence[int], samples: Samples) -> tuple[ScratchMoment, ...]:
+def _scratch(
+    records: Sequence[PhaseRecord], levels: Sequence[Sequence[int]], samples: Samples
+) -> tuple[ScratchMoment, ...]:
     """Return the moments at which kernels take memory of their own: of each kind of kernel the one with most live
     bytes.
     """
@@ -153,7 +159,7 @@ def _scratch(records: Sequence[PhaseRecord], floors: Sequence[int], samples: Sam
     for calls in zip(*(record.scratch for record in records[-2:]), strict=False):
         (_, one), (_, other) = calls
         if one.growth == other.growth:
-            lives = [live - floor for (live, _), floor in zip(calls, floors[-2:], strict=True)]
+            lives = [own[at] for (at, _), own in zip(calls, levels[-2:], strict=True)]
             live, rows = _linear(lives, samples[-2:]), _linear([one.rows, other.rows], samples[-2:])
             before = highest.get((one.growth, rows), live)
             highest[one.growth, rows] = max(before, live, key=lambda moment: moment(samples[-1]))

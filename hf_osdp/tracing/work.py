@@ -39,8 +39,10 @@ _CAUSAL_SHARE = 0.5
 class PhaseRecord:
     levels: list[int] = field(default_factory=list)
     """Live bytes when the phase began and after each of its operators."""
+    come: list[int] = field(default_factory=list)
+    """How many of these bytes are gradients of parameters that had come before."""
     scratch: list[tuple[int, KernelScratch]] = field(default_factory=list)
-    """Live bytes after the operators whose kernels take memory while they run, and what these take."""
+    """Indices of the levels after the operators whose kernels take memory while they run, and what these take."""
     matmul_flops: int = 0
     attention_flops: int = 0
     product_bytes: int = 0

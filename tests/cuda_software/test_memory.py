@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,10 +14,13 @@ from benchmarks.trial import sharded_copy
 from hf_osdp.distributed.device import free_workspaces
 from hf_osdp.measurement.step_meter import StepMeter
 from hf_osdp.planner.cost.evaluate import estimate_plan
+from hf_osdp.planner.decision import Batch
+from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.training_job import Precision
 from hf_osdp.tracing.kernel_scratch import kernel_scratch, processors_of
 from tests.helpers.fake_step import fake_process_group
 from tests.helpers.host_tracker import scratch_bytes
+from tests.helpers.simulation import choices_of_layout
 from tests.helpers.steps import batch_on, make_optimizer, train_step
 
 CUBLAS_BYTES = 8_519_680
@@ -115,3 +119,34 @@ def test_layouts_take_what_the_estimate_says(model):
         setting = gpu_memory.setting_of("model", model, "bf16", memory.device)
         rows = [gpu_memory.measure_layout(setting, memory, layout) for layout in ("zero3", "mixed")]
     assert all(abs(row.error) < 0.01 for row in rows), rows
+
+
+SIZES = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 8000}
+ENCODER = {**SIZES, "intermediate_size": 1024, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+TIED = {"Bert": ENCODER, "Electra": {**ENCODER, "embedding_size": 128}, "Falcon": SIZES}
+"""Models whose head has the embedding's weight, of few activations."""
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("name", TIED)
+def test_held_gradients_take_what_the_estimate_says(name, precision, steps):
+    """In the last of two micro-steps gradients of the blocks are shards where the embedding's come."""
+    architecture = f"{name}For{'CausalLM' if name == 'Falcon' else 'MaskedLM'}"
+    model = gpu_memory.Model(
+        config=f"{name}Config", architecture=architecture, sequence_length=16, samples=1, sizes=TIED[name]
+    )
+    with fake_process_group(gpu_memory.WORLD):
+        setting = gpu_memory.setting_of(name, model, precision, torch.device("cuda", 0))
+        layouts = [
+            replace(layout, reduce_every_micro_step=False)
+            for layout in choices_of_layout("zero3", setting.description, gpu_memory.WORLD)
+        ]
+        batch = Batch(micro_batch_size=1, accumulation_steps=steps)
+        plan = Plan.of(setting.description, layouts, batch, world_size=gpu_memory.WORLD)
+        free_workspaces(torch.device("cuda", 0))
+        gc.collect()
+        measured_peak(plan, setting)
+        asked = torch.cuda.memory_stats()["requested_bytes.all.peak"] - CUBLAS_BYTES
+    error = estimate_plan(plan, setting.description, setting.job).memory.peak_bytes / asked - 1
+    assert -1e-4 <= error <= 0.02

@@ -170,11 +170,12 @@ def _changed(description: ModelDescription, dice: random.Random) -> ModelDescrip
 
 
 def _keeping(costs: Segment, dice: random.Random) -> Segment:
-    """Return the segment keeping something until the next step, with a backward that goes on after its last
-    gradient.
+    """Return the segment keeping something until the next step, with a backward that goes on after its last gradient,
+    and takes half where autograd adds gradients.
     """
     more = {name: Affine(per_sample=dice.choice([0, 0, 300, 3000])) for name in ("kept_bytes", "arrival_bytes")}
-    return replace(costs, **more)
+    adding = costs.backward.peak_bytes.scaled(0.5, constants=True)
+    return replace(costs, backward=replace(costs.backward, adding_bytes=adding), **more)
 
 
 def without_root(description: ModelDescription) -> ModelDescription:
@@ -192,8 +193,8 @@ def enlarged(description: ModelDescription, factor: int = 64) -> ModelDescriptio
     """
 
     def larger(costs: Segment | PhaseCost):
-        named = [field.name for field in fields(costs) if field.name.endswith("_bytes")]
-        return replace(costs, **{name: getattr(costs, name).scaled(factor**2, constants=True) for name in named})
+        named = {field.name: getattr(costs, field.name) for field in fields(costs) if field.name.endswith("_bytes")}
+        return replace(costs, **{name: one and one.scaled(factor**2, constants=True) for name, one in named.items()})
 
     def whole(segment: Segment) -> Segment:
         return replace(larger(segment), forward=larger(segment.forward), backward=larger(segment.backward))

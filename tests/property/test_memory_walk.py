@@ -20,15 +20,18 @@ from tests.helpers.random_problems import without_root
 
 
 class Sums:
-    """What is there at a moment, found anew each time. `done` are units whose gradients were reduced."""
+    """What is there at a moment of the last micro-step, or of an `earlier` one, found anew each time. `done` are units
+    whose gradients were reduced, or are held.
+    """
 
-    def __init__(self, description, choices, world_size, job, batch):
+    def __init__(self, description, choices, world_size, job, batch, *, earlier=False):
         self.description, self.job, self.samples = description, job, batch.micro_batch_size
         self.batch = batch
         self.units = [
-            unit_bytes(u, c, world_size, job, batch) for u, c in zip(description.units, choices, strict=True)
+            unit_bytes(u, c, world_size, job, batch, earlier=earlier)
+            for u, c in zip(description.units, choices, strict=True)
         ]
-        self.choices = choices
+        self.reduces = [not (earlier and batch.holds_gradients(choice)) for choice in choices]
         spans = [unit.span for unit in description.units]
         self.where = [segment.unit for segment in description.segments]
         own = [
@@ -108,6 +111,7 @@ class Sums:
             p.numel * self.job.precision.gathered_dtype(p).itemsize
             for u in self.whole if u in self.where and self.units[u].unsharded_gradients
             for p in self.description.units[u].trainable if self.comes(u, p.name) > i
+            and (not self.units[u].adds or p.name in [names[0] for names in self.description.units[u].shared])
         )  # fmt: skip
         done = [u for u in self.passing if self.first[u] > i]
         reduced = sum(
@@ -128,16 +132,10 @@ class Sums:
         adds = unit in self.where[i + 1 :] or self.where.count(unit) == 1
         return merged_gradients(self.description.units[unit], self.job) if adds else 0
 
-    def in_flight(self, reduced: list[int]) -> int:
-        """The reduce input of the nearest unit that reduces in each micro-step, or what one since has in the last
-        beside the shards into which its held gradients were made.
-        """
-        tail = 0
-        for unit in sorted(reduced, key=self.first.__getitem__):
-            tail = max(tail, self.units[unit].reduce_tail)
-            if not self.batch.holds_gradients(self.choices[unit]):
-                break
-        return tail
+    def in_flight(self, done: list[int]) -> int:
+        """The reduce input of the nearest unit that reduces in this micro-step."""
+        nearest = min((u for u in done if self.reduces[u]), key=self.first.__getitem__, default=None)
+        return 0 if nearest is None else self.units[nearest].reduce_tail
 
     def backward(self) -> Iterator[tuple]:
         for i in reversed(range(len(self.where))):
@@ -156,7 +154,8 @@ class Sums:
                     "backward: gather", unit, gathered=there + own + terms.prefetched, buffers=buffers + tail + cast,
                     **level,
                 )  # fmt: skip
-            level["activations"] += self.bytes[i].backward_peak + self.merging(i)
+            own_peak = self.bytes[i].adding_peak if terms.adds else self.bytes[i].backward_peak
+            level["activations"] += own_peak + self.merging(i)
             yield self.moment("backward", unit, gathered=there + own + self.ahead(i), buffers=buffers + tail, **level)
             if unit not in self.at_end and self.first[unit] == i:
                 left = dict(gathered=there - terms.kept + self.ahead(i))
@@ -175,13 +174,13 @@ class Sums:
 
     def finish(self) -> Iterator[tuple]:
         before = [u for u in self.passing if u not in self.late]
-        settled = sum(self.units[u].gradients_after + self.units[u].gradients_settled for u in before)
+        settled = sum(self.units[u].gradients_after for u in before)
         for place, unit in enumerate(self.at_end):
             reduced, waiting = self.at_end[:place], self.at_end[place:]
             terms = self.units[unit]
 
             def gradients(reduced: list[int], waiting: list[int]) -> int:
-                shards = sum(self.units[u].gradients_after + self.units[u].gradients_settled for u in reduced)
+                shards = sum(self.units[u].gradients_after for u in reduced)
                 return settled + shards + sum(self.units[u].unsharded_gradients for u in waiting)
 
             level = dict(activations=self.kept(), gathered=self.gathered([], waiting[1:]))
@@ -194,12 +193,14 @@ class Sums:
             yield self.moment(
                 "reduce", unit, gradients=gradients([*reduced, unit], waiting[1:]), buffers=buffers + more, **level
             )
+
+    def update(self) -> Iterator[tuple]:
         scratch = [unit.step_scratch for unit in self.units]
         highest = max(scratch) if self.job.optimizer.step is OptimizerStep.FOR_LOOP else sum(scratch)
         highest = max(highest, *(unit.states_passing for unit in self.units))
-        shards = sum(self.units[u].gradients_after + self.units[u].gradients_settled for u in self.at_end)
+        shards = sum(self.units[u].gradients_after for u in {*self.passing, *self.at_end})
         yield self.moment(
-            "optimizer step", None, gathered=0, activations=self.kept(), gradients=settled + shards, buffers=highest
+            "optimizer step", None, gathered=0, activations=self.kept(), gradients=shards, buffers=highest
         )
 
 
@@ -209,7 +210,7 @@ jobs = st.builds(
     optimizer=st.builds(OptimizerSpec, states=st.sampled_from([0, 2]), step=st.sampled_from(OptimizerStep)),
     holds_outputs=st.booleans(),
 )  # fmt: skip
-batches = st.builds(Batch, micro_batch_size=st.integers(1, 3), accumulation_steps=st.integers(1, 2))
+batches = st.builds(Batch, micro_batch_size=st.integers(1, 3), accumulation_steps=st.integers(1, 3))
 
 
 def random_choices(dice, description, world_size, batch) -> list[UnitLayout]:
@@ -229,11 +230,14 @@ def random_choices(dice, description, world_size, batch) -> list[UnitLayout]:
 
 
 def keeping(description: ModelDescription, dice: random.Random) -> ModelDescription:
-    """Segments that keep something until the next step, and whose backward goes on after their last gradient."""
+    """Segments that keep something until the next step, whose backward goes on after their last gradient, and takes
+    half where autograd adds gradients.
+    """
 
     def changed(costs: Segment) -> Segment:
         more = {name: Affine(per_sample=dice.choice([0, 300])) for name in ("kept_bytes", "arrival_bytes")}
-        return replace(costs, **more)
+        adding = costs.backward.peak_bytes.scaled(0.5, constants=True)
+        return replace(costs, backward=replace(costs.backward, adding_bytes=adding), **more)
 
     return replace(description, segments=tuple(segment.each(changed) for segment in description.segments))
 
@@ -251,7 +255,11 @@ def test_each_moment_is_the_sum_of_what_is_there(seed, world_size, job, batch, k
     choices = random_choices(random.Random(seed), description, world_size, batch)
     sums = Sums(description, choices, world_size, job, batch)
     found = estimate_memory(description, choices, world_size, job, batch)
-    wanted = [*sums.forward(), *sums.backward(), *sums.finish()]
+    wanted = [*sums.forward()]
+    if batch.accumulation_steps > 1:
+        earlier = Sums(description, choices, world_size, job, batch, earlier=True)
+        wanted += [(f"earlier {phase}", *rest) for phase, *rest in (*earlier.backward(), *earlier.finish())]
+    wanted += [*sums.backward(), *sums.finish(), *sums.update()]
     assert [(m.phase, m.unit, asdict(m.breakdown)) for m in found.moments] == wanted
     assert found.peak_bytes == max(sum(there.values()) for _, _, there in wanted) == found.peak.total_bytes
     waits = sum(terms.host for terms in sums.bytes)

@@ -174,7 +174,7 @@ class EvaluatedModel:
 
     def _gathers(self, units: Sequence[UnitBytes], job: TrainingJob, batch: Batch) -> int:
         """Return what a forward of one token gathers at its highest moment."""
-        nothing = SegmentBytes(saved=0, gradient=0, arrived=0, kept=0, forward_peak=0, backward_peak=0, host=0)
+        nothing = SegmentBytes(**dict.fromkeys(SegmentBytes.__slots__, 0))
         alone = replace(self.description, buffer_bytes=0, other_bytes=0, input_bytes=Affine())
         walk = step_moments(alone, units, [nothing] * len(alone.segments), job, batch, all_kinds)
         levels = [level for phase, _, level in walk if phase.startswith("forward")]

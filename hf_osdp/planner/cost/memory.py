@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import starmap
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..decision import Batch, UnitLayout, communicators_of
 from ..description import ModelDescription
 from ..hardware import Hardware
 from ..training_job import TrainingJob
-from .moments import MemoryBreakdown, SegmentBytes, all_kinds, step_moments
+from .moments import EARLIER, MemoryBreakdown, SegmentBytes, all_kinds, step_moments
 from .units import UnitBytes, once_per_shape, unit_bytes
 
 
@@ -22,7 +22,7 @@ class Moment:
 
     phase: str
     """`forward: gather`, `forward`, `backward: gather`, `backward`, `backward: reduce`, `reduce` or `optimizer
-    step`.
+    step`; `earlier backward` and so on in an earlier micro-step.
     """
     unit: str
     breakdown: MemoryBreakdown
@@ -77,10 +77,13 @@ class Needed(NamedTuple):
     host: int
     moments: Mapping[int | None, int]
     """The highest moment of each unit, and for None of the optimizer's step."""
+    earlier: int = 0
+    """The highest moment of an earlier micro-step."""
 
     def less(self, nbytes: int) -> Needed:
         """Return the same without so many bytes on the device."""
-        return Needed(self.device - nbytes, self.host, {unit: one - nbytes for unit, one in self.moments.items()})
+        moments = {unit: one - nbytes for unit, one in self.moments.items()}
+        return Needed(self.device - nbytes, self.host, moments, self.earlier - nbytes)
 
 
 def estimate_memory(
@@ -90,10 +93,12 @@ def estimate_memory(
     description's order.
     """
     units, segments = layout_terms(description, layouts, world_size, job, batch)
+    earlier = earlier_terms(description, layouts, world_size, job, batch)
+    walk = step_moments(description, units, segments, job, batch, MemoryBreakdown, earlier)
     return MemoryEstimate(
         moments=tuple(
             Moment(phase=phase, unit="(all)" if unit is None else description.units[unit].label, breakdown=level)
-            for phase, unit, level in step_moments(description, units, segments, job, batch, MemoryBreakdown)
+            for phase, unit, level in walk
         ),
         units=tuple(units),
         segments=tuple(segments),
@@ -108,18 +113,19 @@ def bytes_needed(
     """Return what a plan needs, as `estimate_memory` has it, in less time."""
     units, segments = layout_terms(description, layouts, hardware.world_size, job, batch)
     outside = hardware.outside_bytes(communicators_of(layouts, hardware.world_size))
+    earlier = earlier_terms(description, layouts, hardware.world_size, job, batch)
     highest: dict[int | None, int] = {}
-    for _, unit, level in step_moments(description, units, segments, job, batch, all_kinds):
+    before = 0
+    for phase, unit, level in step_moments(description, units, segments, job, batch, all_kinds, earlier):
         highest[unit] = max(highest.get(unit, 0), level + outside)
-    return Needed(max(highest.values()), _host_bytes(units, segments), highest)
+        before = max(before, level + outside) if phase.startswith(EARLIER) else before
+    return Needed(max(highest.values()), _host_bytes(units, segments), highest, before)
 
 
 def layout_terms(
     description: ModelDescription, layouts: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
 ) -> tuple[list[UnitBytes], list[SegmentBytes]]:
-    """Return the memory terms of each unit and of each segment."""
-    unit_terms = partial(unit_bytes, world_size=world_size, job=job, batch=batch)
-    pairs = zip(range(len(description.units)), layouts, strict=True)
+    """Return the memory terms of each unit, in the last micro-step, and of each segment."""
     recomputes = any(layout.activations.recomputes for layout in layouts)
     segments = [
         SegmentBytes.of(
@@ -131,7 +137,21 @@ def layout_terms(
         )
         for s in description.segments
     ]
-    return [*starmap(once_per_shape(description.units, unit_terms), pairs)], segments
+    return _unit_terms(description, layouts, world_size=world_size, job=job, batch=batch), segments
+
+
+def earlier_terms(
+    description: ModelDescription, layouts: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
+) -> list[UnitBytes]:
+    """Return the memory terms of each unit in an earlier micro-step; none if there is only one."""
+    if batch.accumulation_steps == 1:
+        return []
+    return _unit_terms(description, layouts, world_size=world_size, job=job, batch=batch, earlier=True)
+
+
+def _unit_terms(description: ModelDescription, layouts: Sequence[UnitLayout], **options: Any) -> list[UnitBytes]:
+    terms = once_per_shape(description.units, partial(unit_bytes, **options))
+    return [*starmap(terms, zip(range(len(description.units)), layouts, strict=True))]
 
 
 def _host_bytes(units: Sequence[UnitBytes], segments: Sequence[SegmentBytes]) -> int:
@@ -146,6 +166,7 @@ def peak_of_terms(
     segments: Sequence[SegmentBytes],
     job: TrainingJob,
     batch: Batch,
+    earlier: Sequence[UnitBytes] = (),
 ) -> int:
     """Return the peak of a step whose units and segments have these terms, which need not come from one plan."""
-    return max(level for _, _, level in step_moments(description, units, segments, job, batch, all_kinds))
+    return max(level for _, _, level in step_moments(description, units, segments, job, batch, all_kinds, earlier))

@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from ..decision import Batch
 from ..description import GatherSpan, ModelDescription, Segment
@@ -84,6 +84,8 @@ class SegmentBytes:
     kept: int
     forward_peak: int
     backward_peak: int
+    adding_peak: int
+    """That of backward where autograd adds gradients to held ones as they come (`UnitBytes.adds`)."""
     host: int
 
     @classmethod
@@ -111,8 +113,17 @@ class SegmentBytes:
             kept=kept,
             forward_peak=form.forward.peak_bytes.bytes(samples),
             backward_peak=form.backward.peak_bytes.bytes(samples) + saved - left,
+            adding_peak=(form.backward.adding_bytes or form.backward.peak_bytes).bytes(samples) + saved - left,
             host=host,
         )
+
+    def peak(self, unit: UnitBytes) -> int:
+        """Return the peak of backward under a layout of its unit."""
+        return self.adding_peak if unit.adds else self.backward_peak
+
+    def merging(self, nbytes: int) -> SegmentBytes:
+        """Return the terms with so many bytes more in backward."""
+        return replace(self, backward_peak=self.backward_peak + nbytes, adding_peak=self.adding_peak + nbytes)
 
     def in_units(self, size: int) -> SegmentBytes:
         """Return the terms in units of `size` bytes, rounded down."""
@@ -150,6 +161,8 @@ class CallMoments(Generic[Summand]):
     """r: gradients, and what modules keep."""
 
 
+EARLIER = "earlier"
+"""Begins the phases of backward in an earlier micro-step."""
 NO_CALL: CallMoments[int] = CallMoments(
     copy_out=0, forward=0, left_by_forward=0, gather=0, computing=(0,), reducing=(0,), left_by_backward=0
 )
@@ -172,7 +185,7 @@ def call_moments(unit: UnitBytes, segment: SegmentBytes, of: Callable[..., Bytes
             freed
             + of(gradients=unit.gradients_after, buffers=unit.reduced_after + unit.reduce_input + unit.reduce_work),
         )
-    compute = of(activations=segment.backward_peak, gathered=own)
+    compute = of(activations=segment.peak(unit), gathered=own)
     return CallMoments(
         copy_out=of(gathered=unit.gather_buffer + unit.gathered + unit.copy_out),
         forward=of(activations=segment.forward_peak, gathered=unit.gathered),
@@ -245,7 +258,8 @@ def contributions(unit: UnitBytes, segment: SegmentBytes | None) -> tuple[int, .
     if segment is None:
         gathered = held + unit.gathered
         after = gathered + unit.unsharded_gradients
-        found = [held, gathered + unit.copy_out, gathered + unit.gather_buffer, after, unit.unsharded_gradients > 0]
+        found = [held, gathered + unit.copy_out, gathered + unit.gather_buffer, after]
+        found += [unit.unsharded_gradients > 0, not unit.adds]
         ended = [held, after]
     else:
         left, after = held + call.left_by_forward, held + call.left_by_backward
@@ -253,7 +267,7 @@ def contributions(unit: UnitBytes, segment: SegmentBytes | None) -> tuple[int, .
         backward = (left + nbytes for _, nbytes in backward_moments(call, 0, 0))
         buffers = (left + unit.gather_buffer, left + unit.prefetched, after + (0 if unit.at_end else unit.reduce_tail))
         found = [held, *forward, left, *backward, after, *buffers]
-        ended = [after + (0 if unit.at_end else unit.gradients_settled)]
+        ended = [after]
     end = end_moments(unit, all_kinds)
     for level in ended:
         stepping = level + end.left - unit.reduced_after - unit.copies
@@ -269,18 +283,15 @@ def step_moments(
     job: TrainingJob,
     batch: Batch,
     of: Callable[..., Bytes],
+    earlier: Sequence[UnitBytes] = (),
 ) -> Iterator[tuple[str, int | None, Bytes]]:
-    """Yield every moment of a micro-step and of the optimizer's step in FSDP2's order: phase, unit, bytes; `of` makes
-    bytes of kinds.
+    """Yield every moment of the last micro-step and of the optimizer's step in FSDP2's order: phase, unit, bytes; `of`
+    makes bytes of kinds. With the units' terms in an `earlier` micro-step its backward is before that of the last; in
+    its forward no more is there.
     """
     order, merging = description.segments, merging_segments(description, job)
-    segments = [replace(s, backward_peak=s.backward_peak + merging.get(i, 0)) for i, s in enumerate(segments)]
+    segments = [own.merging(merging.get(index, 0)) for index, own in enumerate(segments)]
     whole_step = [i for i, unit in enumerate(description.units) if unit.span is GatherSpan.STEP]
-    uses = calls_of(description)
-    calls = [
-        None if unit in whole_step else call_moments(units[unit], segments[index], of)
-        for index, unit in enumerate(segment.unit for segment in order)
-    ]  # fmt: skip
     level = of(
         parameters=sum(u.parameters for u in units),
         optimizer=sum(u.optimizer for u in units),
@@ -288,11 +299,12 @@ def step_moments(
         gathered=sum(units[i].gathered for i in whole_step) + (copies := sum(u.copies for u in units)),
     )
     level = level + resident_bytes(description, job, batch.micro_batch_size, of)
-    beside = _buffers_beside(description, units)
+    before_forward = _gather_buffers(description, units)
     for i in whole_step:
         if copy_out := units[i].copy_out:
-            yield "forward: gather", i, level + of(gathered=beside.before_forward[0] + copy_out)
-    buffers = zip(beside.before_forward, beside.before_forward[1:], strict=False)
+            yield "forward: gather", i, level + of(gathered=before_forward[0] + copy_out)
+    calls = _calls(description, units, segments, of)
+    buffers = itertools.pairwise(before_forward)
     for segment, terms, call, (before, buffer) in zip(order, segments, calls, buffers, strict=True):
         if call is None:
             yield "forward", segment.unit, level + of(activations=terms.forward_peak, gathered=buffer)
@@ -302,12 +314,50 @@ def step_moments(
             yield phase, segment.unit, level + nbytes
         level = level + call.left_by_forward
 
-    arriving, reduced = gradients_arriving(description, job), 0
-    for index, (segment, terms, call) in reversed(list(enumerate(zip(order, segments, calls, strict=True)))):
-        number, ahead, tail = segment.unit, of(gathered=beside.ahead[index]), of(buffers=beside.in_flight[index])
+    if earlier:
+        held = sum(one.gradients_held - u.gradients_held for one, u in zip(earlier, units, strict=True))
+        for phase, number, nbytes in _whole_backward(
+            description, earlier, segments, job, of, level + of(gradients=held)
+        ):
+            yield f"{EARLIER} {phase}", number, nbytes
+    level = yield from _whole_backward(description, units, segments, job, of, level)
+    scratch = combined_scratch(job, [unit.step_scratch for unit in units])
+    scratch = max(scratch, *(unit.states_passing for unit in units), 0)
+    yield "optimizer step", None, level + of(buffers=scratch, gathered=-copies)
+
+
+def _calls(
+    description: ModelDescription,
+    units: Sequence[UnitBytes],
+    segments: Sequence[SegmentBytes],
+    of: Callable[..., Bytes],
+) -> list[CallMoments[Bytes] | None]:
+    """Return the moments of each segment's call; None if its unit is gathered for the whole step."""
+    return [
+        None if description.units[one.unit].span is GatherSpan.STEP else call_moments(units[one.unit], terms, of)
+        for one, terms in zip(description.segments, segments, strict=True)
+    ]
+
+
+def _whole_backward(
+    description: ModelDescription,
+    units: Sequence[UnitBytes],
+    segments: Sequence[SegmentBytes],
+    job: TrainingJob,
+    of: Callable[..., Bytes],
+    level: Bytes,
+) -> Generator[tuple[str, int, Bytes], None, Bytes]:
+    """Yield every moment of a micro-step's backward, given the level before it; return that after it, without what
+    FSDP2 keeps until its end.
+    """
+    arriving, reduced, uses = gradients_arriving(description, job), 0, calls_of(description)
+    in_flight, ahead_of = _buffers_beside(description, units)
+    rows = list(zip(description.segments, segments, _calls(description, units, segments, of), strict=True))
+    for index, (segment, terms, call) in reversed(list(enumerate(rows))):
+        number, ahead, tail = segment.unit, of(gathered=ahead_of[index]), of(buffers=in_flight[index])
         if call is None:
-            yield "backward", number, level + of(activations=terms.backward_peak) + ahead + tail
-            come = sum(nbytes for i, nbytes in arriving[index].items() if units[i].unsharded_gradients)
+            yield "backward", number, level + of(activations=terms.peak(units[number])) + ahead + tail
+            come = sum(units[i].coming(nbytes) for i, nbytes in arriving[index].items())
             level = level + of(activations=terms.kept - terms.saved, gradients=come)
             continue
         for phase, nbytes in backward_moments(call, tail, ahead):
@@ -315,46 +365,42 @@ def step_moments(
         reduced += 0 if units[number].at_end else units[number].reduced_after
         level = level - call.left_by_forward + call.left_by_backward
 
-    at_end = [i for i, unit in enumerate(units) if unit.at_end]
-    idle = [i for i in whole_step if i not in uses]
-    settled = sum(units[i].gradients_settled for i in uses if i not in at_end)
-    level = level + of(gradients=settled + sum(units[i].unsharded_gradients for i in idle))
-    for number in at_end:
+    idle = (i for i, unit in enumerate(description.units) if unit.span is GatherSpan.STEP and i not in uses)
+    level = level + of(gradients=sum(units[i].unsharded_gradients for i in idle))
+    for number in (i for i, unit in enumerate(units) if unit.at_end):
         end = end_moments(units[number], of)
         yield "reduce", number, level + end.filled
         yield "reduce", number, level + end.reduced
         level, reduced = level + end.left, reduced + units[number].reduced_after
-    scratch = combined_scratch(job, [unit.step_scratch for unit in units])
-    scratch = max(scratch, *(unit.states_passing for unit in units), 0)
-    yield "optimizer step", None, level + of(buffers=scratch - reduced, gathered=-copies)
+    return level - of(buffers=reduced)
 
 
-class _Beside(NamedTuple):
-    """FSDP2's buffers of other units, by segment. Units that it does not manage leave them where they are."""
-
-    before_forward: list[int]
-    """Gather buffer of the unit before, which FSDP2 frees after it has copied the unit out of its own; the last one is
-    that at the end of forward."""
-    in_flight: list[int]
-    """Reduce input of the unit whose backward ended before, or of one before that which was left (`leaves_tail`)."""
-    ahead: list[int]
-    """Gather that is prefetched when the segment's backward begins, or began before and is not used yet."""
-
-
-def _buffers_beside(description: ModelDescription, units: Sequence[UnitBytes]) -> _Beside:
+def _gather_buffers(description: ModelDescription, units: Sequence[UnitBytes]) -> list[int]:
+    """Return for each segment the gather buffer of the unit before, which FSDP2 frees after it has copied the unit out
+    of its own, and at last that at the end of forward. Units that FSDP2 does not manage leave them where they are.
+    """
     whole_step = (unit for unit, own in zip(units, description.units, strict=True) if own.span is GatherSpan.STEP)
     gathered = [max((unit.gather_buffer for unit in whole_step), default=0)]
+    for index in (segment.unit for segment in description.segments):
+        passes = description.units[index].span is GatherSpan.USE and units[index].managed
+        gathered.append(units[index].gather_buffer if passes else gathered[-1])
+    return gathered
+
+
+def _buffers_beside(description: ModelDescription, units: Sequence[UnitBytes]) -> tuple[list[int], list[int]]:
+    """Return for each segment FSDP2's buffers of other units beside its backward: the reduce input of the unit whose
+    backward ended before, or of one before that which was left (`leaves_tail`); and the gather that is prefetched when
+    its backward begins, or began before and is not used yet.
+    """
     in_flight, ahead = [0], [0]
     prefetches = gathered_ahead(description, [unit.managed for unit in units])
-    passing = [(units[s.unit], description.units[s.unit].span is GatherSpan.USE) for s in description.segments]
-    for unit, in_use in passing:
-        gathered.append(unit.gather_buffer if in_use and unit.managed else gathered[-1])
-    for (unit, in_use), before in zip(reversed(passing), reversed(prefetches), strict=True):
+    for segment, before in zip(reversed(description.segments), reversed(prefetches), strict=True):
+        unit = units[segment.unit]
         ahead.append(ahead[-1] if not unit.managed else 0 if before is None else units[before].prefetched)
-        own = unit.reduce_tail if in_use and not unit.at_end else 0
+        in_use = description.units[segment.unit].span is GatherSpan.USE
         leaves = not in_use or unit.at_end or unit.leaves_tail
-        in_flight.append(max(own, in_flight[-1]) if leaves else own)
-    return _Beside(gathered, in_flight[-2::-1], ahead[:0:-1])
+        in_flight.append(in_flight[-1] if leaves else unit.reduce_tail)
+    return in_flight[-2::-1], ahead[:0:-1]
 
 
 def combined_scratch(job: TrainingJob, scratch: Sequence[int]) -> int:

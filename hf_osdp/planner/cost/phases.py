@@ -42,7 +42,7 @@ def phases(
     yield Phase(name="training step", peak_bytes=peak.total_bytes, moment=f"{peak.phase} of {peak.unit}")
     yield from others
     rest = sum(unit.parameters + unit.optimizer for unit in units) + resident_bytes(description, job, 0, all_kinds)
-    gradients = sum(unit.gradients_held + unit.gradients_after + unit.gradients_settled for unit in units)
+    gradients = sum(unit.gradients_held + unit.gradients_after for unit in units)
     scratch = max(sum(unit.step_scratch for unit in units), max((unit.states_passing for unit in units), default=0))
     saved, received = [(0, "shards")], [(gradients + scratch, "the states' first step")]
     for unit, layout in zip(description.units, layouts, strict=True):

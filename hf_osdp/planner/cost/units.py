@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
@@ -22,7 +21,7 @@ layout_key = attrgetter(*(name for name in LAYOUT_FIELDS if name != "activations
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitBytes:
-    """Memory terms of one unit under one layout, in bytes."""
+    """Memory terms of one unit under one layout in the last micro-step, or in an earlier one, in bytes."""
 
     parameters: int = 0
     """Sharded parameters, held during the whole step."""
@@ -40,11 +39,8 @@ class UnitBytes:
     gradients_held: int
     """Gradients from earlier micro-steps, held during the whole micro-step."""
     gradients_after: int
-    """Change of the gradients' bytes at the end of the unit's backward."""
-    gradients_settled: int
-    """Change of the gradients' bytes at the end of the last micro-step: negative where held whole gradients become
-    shards. Earlier micro-steps end with whole gradients, so that this counts at the end of the step and not at each
-    unit."""
+    """Change of the gradients' bytes at the end of the unit's backward: negative where held whole gradients become
+    shards."""
     reduced_after: int = 0
     """Reduced gradients that FSDP2 keeps until the end of backward, beside the terms above."""
     copies: int = 0
@@ -87,12 +83,15 @@ class UnitBytes:
     kept: int = 0
     """Gathered parameters that stay between forward and backward."""
     leaves_tail: bool = False
-    """Whether `reduce_tail` of the unit before stays beside this one's: in a micro-step in which a unit holds its
+    """Whether `reduce_tail` of the unit before stays and this one has none: in a micro-step in which a unit holds its
     gradients it reduces nothing, nor does a replica in FSDP2's way."""
     managed: bool = True
     """Whether FSDP2 runs the unit. Beside a replica its buffers stay for the units of other kind that run between."""
     at_end: bool = False
     """Whether gradients are reduced at the end of backward."""
+    adds: bool = False
+    """Whether autograd adds gradients to held whole ones as they come, but for those of shared parameters, which wait
+    for each other."""
 
     def in_units(self, size: int) -> UnitBytes:
         """Return the terms in units of `size` bytes, rounded so that no moment has more than before."""
@@ -115,7 +114,13 @@ class UnitBytes:
     @property
     def left_at_end(self) -> int:
         """Change of the gradients' bytes in a reduction at the end of backward."""
-        return self.gradients_after + self.gradients_settled - self.unsharded_gradients + self.joined
+        return self.gradients_after - self.unsharded_gradients + self.joined
+
+    def coming(self, gradients: tuple[int, int]) -> int:
+        """Return the bytes of gradients that a backward leaves beside held ones, given those of all parameters and of
+        shared ones (`gradients_arriving`).
+        """
+        return gradients[self.adds] if self.unsharded_gradients else 0
 
     @property
     def prefetched(self) -> int:
@@ -187,11 +192,19 @@ def once_per_shape(
 
 
 def unit_bytes(
-    unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, batch: Batch
+    unit: UnitDescription,
+    layout: UnitLayout,
+    world_size: int,
+    job: TrainingJob,
+    batch: Batch,
+    *,
+    earlier: bool = False,
 ) -> UnitBytes:
-    """Return the memory terms of a unit under a layout."""
+    """Return the memory terms of a unit under a layout in the last micro-step, or in an `earlier` one: of two the
+    first, before which no gradients are held, of more one between.
+    """
     if layout.is_replica:
-        return _replica_bytes(unit, layout, world_size, job, batch)
+        return _replica_bytes(unit, layout, world_size, job, batch, earlier=earlier)
     g, precision, trainable = layout.shard_size, job.precision, unit.trainable
     shards = sum(p.sharded_bytes(g) for p in trainable)
     gradients = 0 if layout.away else shards
@@ -206,55 +219,70 @@ def unit_bytes(
     accumulates = batch.accumulation_steps > 1 and not holds
     partial = accumulates and g < world_size  # reduced in the shard group, not yet between replicas
     held = whole if holds else reduced if partial else gradients if accumulates else 0
+    held = 0 if _is_first(batch, earlier=earlier) else held
     output = reduced if recast or accumulates or layout.away else 0
     if layout.away and recast:  # cast on the device, then copied
         output += shards
-    # while units are reduced at the end, gradients of the others are shards
-    joins = holds and not unit.reduced_at_end
     last, copy = (
         _nbytes(ps, precision.reduced_dtype if holds else precision.gathered_dtype) for ps in (in_loops, copied)
     )
-    if joins:  # all whole gradients but those in loop variables are freed before the output is allocated
-        output = max(0, reduced + (gradients if recast else 0) + last - whole)
-    kept_back = reduced if g < world_size and (recast or layout.away) else 0
-    # held gradients are freed when they are reduced: only the excess of `kept_back` over them counts
-    beside = max(0, kept_back + gradients - whole) if joins else kept_back
-    settled = gradients - whole + kept_back - beside if holds else 0
+    joins, casts = holds and held > 0, whole != unsharded
+    unsharded = unsharded if casts or not joins else merged_gradients(unit, job)
     terms: dict[str, Any] = shard_bytes(unit, layout, job)
     if partial or not accumulates:
         terms["host_moment"] = 0
-    return UnitBytes(
-        **terms,
+    terms |= dict(
         gradients_held=held,
-        gradients_after=0 if holds else gradients - held,
-        gradients_settled=settled,
-        reduced_after=beside,
+        gradients_after=(whole if holds and earlier else gradients) - held,
         gathered=gathered,
         gather_buffer=gathered if g > 1 else 0,
         cast_buffer=_cast_buffer(unit, layout, job),
         copy_out=_nbytes(_copied(unit.parameters, g), precision.gathered_dtype),
-        unsharded_gradients=0 if joins else unsharded,
-        joined=unsharded if holds and not joins else 0,
+        unsharded_gradients=0 if joins and not unit.reduced_at_end else unsharded,
+        joined=unsharded if joins and unit.reduced_at_end else 0,
+        kept=0 if layout.reshard_after_forward else gathered,
+        at_end=unit.reduced_at_end,
+        adds=joins and not casts,
+    )
+    if holds and earlier:
+        copy = _cast_whole(trainable, job) if casts and not joins else 0
+        return UnitBytes(**terms, reduce_copy=copy, reduce_stage=0, leaves_tail=True)
+    return UnitBytes(
+        **terms,
+        reduced_after=reduced if g < world_size and (recast or layout.away) else 0,
         reduce_input=scatter_input,
         reduce_copy=copy,
         reduce_stage=_reduce_stage(unit, layout, world_size, job, reduced),
-        last_gradient=0 if joins else last,
-        # it is there in the last micro-step alone, in which held gradients were freed
-        reduce_tail=max(0, scatter_input + settled) if joins else scatter_input,
-        leaves_tail=joins,
+        last_gradient=last,
+        reduce_tail=scatter_input,
         reduce_output=output,
-        kept=0 if layout.reshard_after_forward else gathered,
-        at_end=unit.reduced_at_end,
     )
 
 
+def _is_first(batch: Batch, *, earlier: bool) -> bool:
+    """Return whether no gradients are held before a micro-step; an earlier one of three or more is one between."""
+    return earlier and batch.accumulation_steps == 2
+
+
+def _cast_whole(parameters: Sequence[ParameterSpec], job: TrainingJob) -> int:
+    """Return the most bytes beside autograd's gradients while these are cast for their reduction and freed, one after
+    the other.
+    """
+    most = beside = 0
+    for p in parameters:
+        cast, own = (_nbytes([p], dtype) for dtype in (job.precision.reduced_dtype, job.precision.gathered_dtype))
+        most, beside = max(most, beside + cast), beside + cast - own
+    return most
+
+
 def _replica_bytes(
-    unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, batch: Batch
+    unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, batch: Batch, *, earlier: bool
 ) -> UnitBytes:
     """Return the memory terms of a unit whose parameters are plain (sharding/replicas.py). One process neither copies
     gradients nor reduces them.
     """
-    precision, trainable, accumulates = job.precision, unit.trainable, batch.accumulation_steps > 1
+    precision, trainable = job.precision, unit.trainable
+    accumulates = batch.accumulation_steps > 1 and not _is_first(batch, earlier=earlier)
     terms: dict[str, Any] = shard_bytes(unit, layout, job)
     flat, whole = _nbytes(trainable, attrgetter("dtype")), _nbytes(trainable, precision.gathered_dtype)
     casts, copied = cast_parameters(trainable, job), cast_parameters(unit.parameters, job)
@@ -267,7 +295,6 @@ def _replica_bytes(
         **terms,
         gradients_held=flat if accumulates else 0,
         gradients_after=0 if accumulates else flat,
-        gradients_settled=0,
         copies=_nbytes(copied, precision.gathered_dtype),
         unsharded_gradients=merged_gradients(unit, job) if in_place else whole,
         reduce_copy=copy,
@@ -291,32 +318,37 @@ def reduce_input(unit: UnitDescription, shard_size: int, job: TrainingJob) -> in
     return _nbytes(unit.trainable, job.precision.reduced_dtype, shard_size)
 
 
-def gradients_arriving(description: ModelDescription, job: TrainingJob) -> tuple[Mapping[int, int], ...]:
-    """Return for each segment the bytes of gradients that its backward adds, by unit gathered for the whole step.
+def gradients_arriving(description: ModelDescription, job: TrainingJob) -> tuple[Mapping[int, tuple[int, int]], ...]:
+    """Return for each segment the bytes of gradients that its backward adds, by unit gathered for the whole step: of
+    all parameters, and of shared ones.
 
     A gradient without a traced time counts from the unit's last segment on. A gradient that a block's backward adds
     counts from the nearest later segment of a unit gathered for the whole step, whose backward comes first.
     """
-    segments, arriving = description.segments, [Counter[int]() for _ in description.segments]
+    segments = description.segments
+    arriving: list[dict[int, tuple[int, int]]] = [{} for _ in segments]
     whole_step = [index for index, s in enumerate(segments) if description.units[s.unit].span is GatherSpan.STEP]
     last = {segments[index].unit: index for index in whole_step}
     traced = {name: index for index, segment in enumerate(segments) for name in segment.gradients}
     for unit, at_latest in last.items():
+        shared = _shared(description.units[unit])
         for p in description.units[unit].trainable:
             comes = traced.get(p.name, at_latest)
             first = next((index for index in whole_step if index >= comes), whole_step[-1])
-            arriving[first][unit] += _nbytes([p], job.precision.gathered_dtype)
+            own, (every, some) = _nbytes([p], job.precision.gathered_dtype), arriving[first].get(unit, (0, 0))
+            arriving[first][unit] = every + own, some + own * (p in shared)
     return tuple(arriving)
 
 
-def merged_gradients(unit: UnitDescription, job: TrainingJob) -> int:
-    """Return the bytes of autograd's sum of a parameter's gradients, which is live beside both summands.
+def _shared(unit: UnitDescription) -> list[ParameterSpec]:
+    """Return the trained parameters with several names, which have several gradients."""
+    names = {names[0] for names in unit.shared}
+    return [p for p in unit.trainable if p.name in names]
 
-    A parameter has several gradients if it has several names.
-    """
-    shared = {names[0] for names in unit.shared}
-    several = [p for p in unit.trainable if p.name in shared]
-    return _nbytes(several, job.precision.gathered_dtype)
+
+def merged_gradients(unit: UnitDescription, job: TrainingJob) -> int:
+    """Return the bytes of autograd's sum of a parameter's gradients, which is live beside both summands."""
+    return _nbytes(_shared(unit), job.precision.gathered_dtype)
 
 
 def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, job: TrainingJob) -> UnitSeconds:

@@ -65,7 +65,7 @@ class Candidate:
             least["cast_buffer"] = min(0 if o.bytes.kept else o.bytes.cast_buffer for o in group.options)
             if len({o.bytes.at_end for o in group.options}) > 1:  # a replica's gradients are reduced before
                 least["unsharded_gradients"] = 0
-            for name in ("joined", "managed", "at_end"):  # only these lower moments
+            for name in ("joined", "managed", "at_end", "adds"):  # only these lower moments
                 least[name] = max(getattr(o.bytes, name) for o in group.options)
             terms |= dict.fromkeys(group.units, UnitBytes(**least))
             kept |= {unit: {o.layout.activations for o in group.options} for unit in group.units}

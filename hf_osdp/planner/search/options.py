@@ -29,6 +29,7 @@ class Option:
 
     layout: UnitLayout
     bytes: UnitBytes
+    """In the last micro-step."""
     seconds: float
     issued: float = 0.0
     """The CPU's seconds; a step takes the larger sum of both (`step_seconds`)."""
@@ -38,6 +39,13 @@ class Option:
     """Meshes that the layout needs."""
     structure: int = 0
     """Number of the unit's structure; units of one structure have the same choices."""
+    earlier: Option | None = None
+    """The same with the bytes of an earlier micro-step; None without accumulation."""
+
+    @property
+    def micro_steps(self) -> tuple[Option, ...]:
+        """The option in the last micro-step, and in an earlier one."""
+        return (self,) if self.earlier is None else (self, self.earlier)
 
     @functools.cached_property
     def call(self) -> CallMoments[int]:
@@ -57,17 +65,22 @@ class Option:
     @functools.cached_property
     def transient(self) -> int:
         """Highest level in backward, gather included, if all neighbours take the same option."""
-        return max(nbytes for _, nbytes in backward_moments(self.call, self.bytes.reduce_tail, self.bytes.prefetched))
+        return max(
+            nbytes
+            for one in self.micro_steps
+            for _, nbytes in backward_moments(one.call, one.bytes.reduce_tail, one.bytes.prefetched)
+        )
 
     @property
     def stays(self) -> int:
         """Bytes held after forward and backward together."""
-        return self.bytes.held + self.call.left_by_forward + self.call.left_by_backward
+        return max(one.bytes.held + one.call.left_by_forward + one.call.left_by_backward for one in self.micro_steps)
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key of the rule, in the order of backward."""
-        return (0, self.transient) if self.change < 0 else (1, self.change - self.transient)
+        """Sort key of the rule, in the order of backward: an earlier micro-step's, in which most is held."""
+        one = self.earlier or self
+        return (0, one.transient) if one.change < 0 else (1, one.change - one.transient)
 
     @functools.cached_property
     def parts(self) -> tuple[Hashable, ...]:
@@ -83,7 +96,8 @@ class Option:
         sum and the largest value of a unit (`host_moment`; in a loop the step's scratch): a unit that adds no more to
         each of these raises neither.
         """
-        return (*contributions(self.bytes, self.segment), self.host, self.bytes.host_moment)
+        moments = (nbytes for one in self.micro_steps for nbytes in contributions(one.bytes, one.segment))
+        return (*moments, self.host, self.bytes.host_moment)
 
 
 def undominated(options: Iterable[Option], *, by_memory: bool = False, meshes: bool = True) -> list[Option]:
@@ -121,6 +135,11 @@ class UnitGroup:
     ends_late: bool = False
     """Whether FSDP2 frees and reduces them at the end of backward; such a group has one unit."""
 
+    @functools.cached_property
+    def earlier(self) -> UnitGroup:
+        """The group in an earlier micro-step."""
+        return replace(self, options=tuple(option.earlier or option for option in self.options))
+
     def assign(self, counts: Sequence[int]) -> dict[int, UnitLayout]:
         """Return each unit's layout if `counts[k]` units take the k-th option, assigned by the rule."""
         chosen = [option.layout for option, count in zip(self.options, counts, strict=True) for _ in range(count)]
@@ -133,8 +152,9 @@ class RootSegment:
 
     unit: int
     bytes: SegmentBytes
-    gradients: Mapping[int, int]
-    """Bytes that its backward adds to gradients, by unit gathered for the whole step."""
+    gradients: Mapping[int, tuple[int, int]]
+    """Bytes that its backward adds to gradients, by unit gathered for the whole step: of all parameters, and of shared
+    ones."""
     hides: bool
     """Whether no gather of a unit before is prefetched behind it, if FSDP2 manages it (`gathered_ahead`)."""
 
@@ -202,12 +222,13 @@ class Timeline:
         @functools.cache
         def option(one: Option) -> Option:
             segment = one.segment and one.segment.in_units(size)
-            return replace(one, bytes=one.bytes.in_units(size), segment=segment)
+            earlier = one.earlier and option(one.earlier)
+            return replace(one, bytes=one.bytes.in_units(size), segment=segment, earlier=earlier)
 
         def part(one: Part) -> Part:
             if isinstance(one, UnitGroup):
                 return group(one)
-            gradients = {unit: nbytes // size for unit, nbytes in one.gradients.items()}
+            gradients = {unit: (every // size, some // size) for unit, (every, some) in one.gradients.items()}
             return replace(one, bytes=one.bytes.in_units(size), gradients=gradients)
 
         def group(one: UnitGroup) -> UnitGroup:

@@ -4,11 +4,13 @@ In a group of n equal units, x_k units take option k: Σ_k x_k = n. A *run* cons
 one option. Backward passes runs in the order of the options. The *level* is the memory held between the moments of two
 units; it is linear in the counts:
 
-    level before forward of part i:   held + Σ_{j<i} f_j        held: model, communicators, Σ (parameters, optimizer,
-    gradients held) level before backward of part i:  held + Σ_{j≤i} f_j + Σ_{j>i} r_j
+    level before forward of part i:   held + Σ_{j<i} f_j
+    level before backward of part i:  held + Σ_{j≤i} f_j + Σ_{j>i} r_j
+    held:  model, communicators, Σ (parameters, optimizer, gradients held)
 
 f are the bytes that a unit's forward leaves, r those that its backward leaves, and d = r - f is the change of the
-level in its backward. At every moment, level plus temporary memory must stay within the limit.
+level in its backward. Under accumulation the backward of an earlier micro-step, with its own gradients held and r, is
+beside that of the last. At every moment, level plus temporary memory must stay within the limit.
 
 Where one option of several determines the bytes of a moment, a sum over literals selects them; exactly one literal is
 true. Such a constraint is strong because it also holds in the linear relaxation. So the first and the last unit of a
@@ -18,11 +20,13 @@ exists, and are many. What the program leaves out, the walk through a plan finds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Set
+from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from ..cost.moments import CallMoments, all_kinds, backward_moments, end_moments, forward_moments
+from ..cost.moments import CallMoments, SegmentBytes, all_kinds, backward_moments, end_moments, forward_moments
 from ..decision import REPLICAS, WHOLE_WORLD, groups_in
 from ..training_job import OptimizerStep, TrainingJob
 from .integer_model import GroupCounts, IntegerModel, Run
@@ -49,6 +53,7 @@ class Program(IntegerModel):
         job: the training job; only its optimizer step matters here.
         limit_bytes: the most that a moment may take.
         runs: runs whose moments are constrained.
+        earlier: whether those of an earlier micro-step are.
         lowest: make the limit a variable up to `limit_bytes`, for `minimize_limit`.
     """
 
@@ -59,20 +64,33 @@ class Program(IntegerModel):
         limit_bytes: int,
         *,
         runs: Set[Run] = frozenset(),
+        earlier: bool = False,
         lowest: bool = False,
     ) -> None:
         super().__init__(timeline, limit_bytes, runs, lowest=lowest)
         self._timeline, self._job = timeline, job
-        self._parts = [self._groups[part] if isinstance(part, UnitGroup) else part for part in timeline.parts]
-        self._whole_step = [self._groups[group] for group in timeline.whole_step]
-        self._of_unit = {own.group.units[0]: own for own in self._whole_step}
+        self._enter(self._groups)
         options = [option for group in self._groups for option in group.options]
         self._most = {value: max(map(value, options)) for value in (_gather_buffer, _prefetched, _reduce_tail)}
         self._nearest: list[list[Bytes]] = []
         """Bytes prefetched for the nearest unit before that FSDP2 manages: for each run of a part in the order of
         backward, at last for its first unit."""
         self._constrain_host()
-        self._constrain_finish(self._constrain_backward(self._constrain_forward()))
+        level = self._constrain_forward()
+        if earlier:
+            before = {group: replace(own, group=group.earlier) for group, own in self._groups.items()}
+            held, less = (self._sum(own.values(), _gradients_held) for own in (before, self._groups))
+            self._enter(before)
+            self._constrain_end(self._constrain_backward(self._as_variable(level + held - less)))
+            self._enter(self._groups)
+        self._constrain_update(self._constrain_end(self._constrain_backward(level)))
+
+    def _enter(self, groups: Mapping[UnitGroup, GroupCounts]) -> None:
+        """Go on with the groups as they are in an earlier or in the last micro-step."""
+        timeline = self._timeline
+        self._parts = [groups[part] if isinstance(part, UnitGroup) else part for part in timeline.parts]
+        self._whole_step = [groups[group] for group in timeline.whole_step]
+        self._of_unit = {own.group.units[0]: own for own in self._whole_step}
 
     def minimize_seconds(self, scale: float, at_most: int | None = None, price_s: float = 0.0) -> None:
         """Set the objective, the larger of Σ scale · seconds and Σ scale · issued, each rounded down, with an upper
@@ -210,13 +228,12 @@ class Program(IntegerModel):
         ahead: Bytes = 0
         for part, nearest in zip(reversed(self._parts), reversed(self._nearest), strict=True):
             if isinstance(part, RootSegment):
-                ahead = self._ahead(self._of_unit[part.unit], nearest[-1], ahead)
-                self._fits(level + part.bytes.backward_peak + tail + ahead)
+                own = self._of_unit[part.unit]
+                ahead = self._ahead(own, nearest[-1], ahead)
+                self._fits(level + own.total(partial(_peak, part.bytes)) + tail + ahead)
                 level = level - part.bytes.saved + part.bytes.kept
-                level = level + sum(
-                    nbytes * self._of_unit[unit].total(lambda o: int(o.bytes.unsharded_gradients > 0))
-                    for unit, nbytes in part.gradients.items()
-                )
+                for unit, nbytes in part.gradients.items():
+                    level = level + self._of_unit[unit].total(partial(_come, nbytes))
                 continue
             after = self._as_variable(level + part.total(lambda o: o.change))
             before = tail
@@ -244,10 +261,8 @@ class Program(IntegerModel):
         """
         for (option, x, used), following in zip(part.runs(), nearest[1:], strict=False):
             call, change = option.call, option.change
-            own: Bytes = option.bytes.reduce_tail
+            own: Bytes = tail if option.bytes.leaves_tail else option.bytes.reduce_tail
             end, ahead_of_next = level + change * x, option.bytes.prefetched
-            if option.bytes.leaves_tail:
-                own = self._highest([own, tail]) if own else tail
             if (part.group.units, option.layout) in self._runs:
                 level = self._as_variable(level)
                 end = level + change * x
@@ -262,8 +277,8 @@ class Program(IntegerModel):
                     self._backward(level, call, tail, ahead, used)
                     self._backward(end - change, call, tail, ahead, twice)
             level = end
-            if option.bytes.managed:
-                tail, ahead = self._latest(used, own, tail), self._latest(used, following, ahead)
+            tail = tail if option.bytes.leaves_tail else self._latest(used, own, tail)
+            ahead = self._latest(used, following, ahead) if option.bytes.managed else ahead
         return tail, ahead
 
     def _backward(
@@ -310,20 +325,21 @@ class Program(IntegerModel):
         own = nearest - self._most[_prefetched] * part.of_first(_is_replica)
         return self._passed(part, part.of_first, own, ahead, _prefetched)
 
-    def _constrain_finish(self, level: Bytes) -> None:
-        """Constrain the last reductions, of units gathered for the whole step, one by one; then level + optimizer
-        scratch ≤ limit.
+    def _constrain_end(self, level: Bytes) -> Bytes:
+        """Constrain the last reductions, of units gathered for the whole step, one by one; return the level after them
+        without what FSDP2 keeps until then.
         """
-        groups = [self._groups[group] for group in self._timeline.parts if isinstance(group, UnitGroup)]
-        reduced = self._sum([*groups, *self._whole_step], lambda o: o.bytes.reduced_after)
-        settled = self._sum(groups, lambda o: 0 if o.bytes.at_end else o.bytes.gradients_settled)
-        level = self._as_variable(level + settled)
-        late = [own for own in groups if own.group.ends_late]
+        groups = [part for part in self._parts if isinstance(part, GroupCounts)]
+        level, late = self._as_variable(level), [own for own in groups if own.group.ends_late]
         for own in sorted([*late, *self._whole_step], key=lambda own: own.group.units):  # in FSDP2's order
             self._fits(level + own.total(lambda o: end_moments(o.bytes, all_kinds).filled))
             self._fits(level + own.total(lambda o: end_moments(o.bytes, all_kinds).reduced))
             level = level + own.total(lambda o: end_moments(o.bytes, all_kinds).left)
-        level = level - reduced - self._sum(self._groups.values(), lambda o: o.bytes.copies)
+        return level - self._sum([*groups, *self._whole_step], lambda o: o.bytes.reduced_after)
+
+    def _constrain_update(self, level: Bytes) -> None:
+        """Constrain level + optimizer scratch ≤ limit."""
+        level = level - self._sum(self._groups.values(), lambda o: o.bytes.copies)
         if self._job.optimizer.step is OptimizerStep.FOR_LOOP:
             self._fits(level + self._largest(lambda o: max(o.bytes.step_scratch, o.bytes.states_passing)))
         else:
@@ -334,11 +350,22 @@ class Program(IntegerModel):
 _gather_buffer: Value = attrgetter("bytes.gather_buffer")
 _prefetched: Value = attrgetter("bytes.prefetched")
 _reduce_tail: Value = attrgetter("bytes.reduce_tail")
+_gradients_held: Value = attrgetter("bytes.gradients_held")
 
 
 def _is_replica(option: Option) -> int:
     """Return 1 for the option of a replica, else 0."""
     return int(not option.bytes.managed)
+
+
+def _peak(terms: SegmentBytes, option: Option) -> int:
+    """Return the peak of a segment's backward under an option of its unit."""
+    return terms.peak(option.bytes)
+
+
+def _come(gradients: tuple[int, int], option: Option) -> int:
+    """Return the bytes that a backward adds to gradients of a unit with an option."""
+    return option.bytes.coming(gradients)
 
 
 def _leaves_tail(option: Option) -> int:

@@ -133,14 +133,14 @@ def _settings(problem: PlanningProblem) -> Iterator[Remedy]:
 
 
 def fits_by_estimate(problem: PlanningProblem) -> bool:
-    """Return whether the frugal plan of the smallest micro-batch fits, which takes far less time than a search; if it
-    fits the devices, but not their host, whether some plan fits both.
+    """Return whether the frugal plan of the smallest micro-batch fits, or else that with the lowest peak, where this
+    may be low enough; both take far less time than a search.
     """
     limit = problem.hardware.tensor_bytes(problem.memory_limit_bytes)
 
     def fits(candidate: Candidate) -> bool:
-        fits_devices = candidate.needed(candidate.frugal()).device <= limit
-        return candidate.frugal_fits(limit) or (fits_devices and candidate.least(limit + 1) is not None)
+        lower = candidate.floor_bytes <= limit
+        return candidate.frugal_fits(limit) or (lower and candidate.least(limit + 1) is not None)
 
     try:
         return any(map(fits, all_candidates(problem, smallest=True)))
@@ -162,7 +162,7 @@ def _scaled(description: ModelDescription, factor: float, *, constants: bool = F
     def scaled(costs: Segment) -> Segment:
         changed: dict[str, Any] = {name: getattr(costs, name).scaled(factor, constants=constants) for name in _SIZES}
         for name, phase in (("forward", costs.forward), ("backward", costs.backward)):
-            changed[name] = replace(phase, peak_bytes=phase.peak_bytes.scaled(factor, constants=constants))
+            changed[name] = phase.with_peaks(lambda peak: peak.scaled(factor, constants=constants))
         return replace(costs, **changed)
 
     return replace(description, segments=tuple(segment.each(scaled) for segment in description.segments))

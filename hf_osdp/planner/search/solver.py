@@ -78,6 +78,8 @@ class Solver:
         self.in_bytes, self.timeline, self.size = timeline, timeline.in_units(size), size
         self._job, self._walk = job, walk
         self._runs: set[Run] = set()
+        self._earlier = False
+        """Whether moments of an earlier micro-step are constrained: where they matter, which is rare."""
         self.units = [unit for group in timeline.groups for unit in group.units]
         self._rows = {unit: group for group in timeline.groups for unit in group.units if len(group.units) > 1}
         self.work = 0.0
@@ -112,7 +114,7 @@ class Solver:
         """
         left = most_work
         while True:
-            program = self.program(limit_bytes, kept, runs=frozenset(self._runs), **options)
+            program = self.program(limit_bytes, kept, runs=frozenset(self._runs), earlier=self._earlier, **options)
             minimize(program)
             layouts = program.solve(max(0.01, left), gap=gap)
             left, self.work = left - program.work, self.work + program.work
@@ -122,11 +124,15 @@ class Solver:
                 return layouts, program
 
     def _added(self, layouts: Layouts, most: int) -> bool:
-        """Add the runs of units that exceed `most` bytes, of those beside them, and of options with similar peaks,
-        which would be taken next. If all are known, add all that the rows use, whose buffers may be beside other
-        units. Return whether any was new.
+        """Add an earlier micro-step if it exceeds `most` bytes; else the runs of units that exceed them, of those
+        beside them, and of options with similar peaks, which would be taken next. If all are known, add all that the
+        rows use, whose buffers may be beside other units. Return whether any was new.
         """
-        moments = self._walk(layouts).moments
+        needed = self._walk(layouts)
+        if needed.earlier > most and not self._earlier:
+            self._earlier = True
+            return True
+        moments = needed.moments
         found: set[Run] = set()
         for unit in (unit for unit, nbytes in moments.items() if unit in self._rows and nbytes > most):
             row = self._rows[unit]

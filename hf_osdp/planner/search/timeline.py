@@ -53,6 +53,7 @@ class BatchCosts:
         self.kinds = self._segment_kinds()
         terms = partial(unit_bytes, world_size=problem.hardware.world_size, job=problem.job, batch=batch)
         self._memory = once_per_shape(description.units, terms)
+        self._earlier = once_per_shape(description.units, partial(terms, earlier=True))
         self.segment_bytes = cache(self._segment_bytes)
         self._option = cache(self._make_option)
         self._options = cache(self._make_options)
@@ -103,16 +104,19 @@ class BatchCosts:
         segment = self.problem.description.segments[index]
         span, samples = self.problem.description.units[segment.unit].span, self.batch.micro_batch_size
         costs = SegmentBytes.of(segment, span, samples, activations, recomputes=recomputed)
-        return replace(costs, backward_peak=costs.backward_peak + self._merging.get(index, 0))
+        return costs.merging(self._merging.get(index, 0))
 
     def _make_option(self, unit: int, layout: UnitLayout, recomputed: bool) -> Option:
         """Return a layout with its bytes and seconds."""
         index, time = self._index(unit), self._timer(unit, layout)
-        return Option(
+        last = Option(
             layout=layout, bytes=self._memory(unit, layout), seconds=time.total_s, issued=time.issued_s,
             structure=self.structures[unit], meshes=groups_of(layout, self.problem.hardware.world_size),
             segment=None if index is None else self.segment_bytes(index, layout.activations, recomputed),
         )  # fmt: skip
+        if self.batch.accumulation_steps == 1:
+            return last
+        return replace(last, earlier=replace(last, bytes=self._earlier(unit, layout)))
 
 
 def build_timeline(costs: BatchCosts, space: Space, *, every_layout: bool = False) -> Timeline:

@@ -18,7 +18,7 @@ from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from tests.helpers.hardware import host_of, toy_hardware
 
-ONCE, THRICE = (Batch(micro_batch_size=1, accumulation_steps=steps) for steps in (1, 3))
+ONCE, TWICE, THRICE = (Batch(micro_batch_size=1, accumulation_steps=steps) for steps in (1, 2, 3))
 HOST = host_of(10**9, to_device=1e4, to_host=2e4, update=5e3)
 
 
@@ -49,17 +49,17 @@ def job_of(precision="no", *, states=2, step=OptimizerStep.FUSED, clips=False) -
     return TrainingJob(global_batch_size=12, clips_gradients=clips, **options)
 
 
-def terms(g, unit=UNIT, *, world_size=4, job=None, batch=ONCE, **more) -> UnitBytes:
-    return unit_bytes(unit, layout(g, **more), world_size, job or job_of(), batch)
+def terms(g, unit=UNIT, *, world_size=4, job=None, batch=ONCE, earlier=False, **more) -> UnitBytes:
+    return unit_bytes(unit, layout(g, **more), world_size, job or job_of(), batch, earlier=earlier)
 
 
 REPLICATED = UnitBytes(
-    parameters=128, optimizer=256, gradients_held=0, gradients_after=128, gradients_settled=0,
+    parameters=128, optimizer=256, gradients_held=0, gradients_after=128,
     unsharded_gradients=128, reduce_copy=128,  # autograd's gradients, and the flat ones
     reduce_stage=0, leaves_tail=True, managed=False,
 )  # fmt: skip
 SHARDED = UnitBytes(
-    parameters=32, optimizer=64, gradients_held=0, gradients_after=32, gradients_settled=0, gathered=128,
+    parameters=32, optimizer=64, gradients_held=0, gradients_after=32, gathered=128,
     gather_buffer=128, unsharded_gradients=128, reduce_input=128, reduce_stage=0,
     last_gradient=32,  # of b: a loop variable of FSDP2's holds it
     reduce_tail=128,
@@ -77,6 +77,7 @@ def test_unit_bytes_of_replicated_sharded_and_staged_units(chosen, wanted):
 
 
 HOLDING, ACCUMULATING, AWAY = dict(hold=True, batch=THRICE), dict(batch=THRICE), dict(on_host=True)
+BETWEEN, FIRST = {**HOLDING, "earlier": True}, {"hold": True, "batch": TWICE, "earlier": True}
 SOME_TERMS = {
     "kept: nothing is prefetched": (dict(g=4, keep=True), dict(kept=128, prefetched=0, held=32 + 64)),
     # reduced in float32, in which it is stored
@@ -122,20 +123,36 @@ SOME_TERMS = {
         dict(gradients_after=32, reduce_output=64, reduced_after=64)),
     "frozen parameters are only gathered": (
         dict(g=4, unit=FROZEN, **HOLDING),
-        dict(parameters=32, gathered=128, optimizer=16, gradients_held=32, gradients_settled=8 - 32, reduce_input=32,
-            reduce_tail=32 + 8 - 32),  # whole gradients are shards by then
+        dict(parameters=32, gathered=128, optimizer=16, gradients_held=32, gradients_after=8 - 32, reduce_input=32,
+            reduce_tail=32),
     ),
     "frozen after the last gradient": (dict(g=2, unit=unit_of(parameter("w", 8, 3), *FROZEN.parameters[:1])),
         dict(last_gradient=96)),
     # autograd adds to what is held
     "whole gradients held": (
         dict(g=4, **HOLDING),
-        dict(gradients_held=128, gradients_after=0, gradients_settled=32 - 128, unsharded_gradients=0,
+        dict(gradients_held=128, gradients_after=32 - 128, unsharded_gradients=0,
             held=32 + 64 + 128),
     ),
     "whole gradients held of the root": (dict(g=2, unit=ROOT, **HOLDING), dict(last_gradient=96)),
+    "held between: nothing is reduced": (dict(g=4, **BETWEEN),
+        dict(gradients_held=128, gradients_after=0, reduce_input=0, reduce_tail=0, leaves_tail=True, adds=True)),
+    "first held: autograd's own": (dict(g=4, **FIRST),
+        dict(gradients_held=0, gradients_after=128, unsharded_gradients=128, reduce_copy=0, adds=False)),
+    # w of 24 elements, then b of 8, in 2 and 4 bytes
+    "first held in bf16: cast one by one": (dict(g=4, job=job_of("bf16"), **FIRST),
+        dict(gradients_after=128, unsharded_gradients=64, reduce_copy=96, adds=False)),
+    "held in bf16: added at the end of a unit's backward": (dict(g=4, unit=ROOT, job=job_of("bf16"), **BETWEEN),
+        dict(gradients_after=0, unsharded_gradients=48, joined=48, adds=False)),
+    "held of the root: only shared gradients wait": (
+        dict(g=4, unit=replace(ROOT, shared=(("w", "head.w"),)), **HOLDING),
+        dict(unsharded_gradients=96, joined=96, adds=True)),
+    "held of a root that shares nothing": (dict(g=4, unit=ROOT, **HOLDING),
+        dict(unsharded_gradients=0, joined=0, adds=True)),
+    "first of a replica: a flat buffer begins": (dict(g=1, **FIRST),
+        dict(gradients_held=0, gradients_after=128, unsharded_gradients=128, reduce_copy=128)),
     "reduced in every micro-step": (dict(g=4, **ACCUMULATING),
-        dict(gradients_held=32, gradients_after=0, gradients_settled=0, unsharded_gradients=128, reduce_output=32)),
+        dict(gradients_held=32, gradients_after=0, unsharded_gradients=128, reduce_output=32)),
     "states of momentum": (dict(g=2, job=job_of(states=1)), dict(optimizer=64)),
     # shards of 24 and 8 bytes; the loop takes two of the larger
     "scratch of foreach": (dict(g=4, job=job_of(step=OptimizerStep.FOREACH)), dict(step_scratch=32)),
@@ -148,7 +165,7 @@ SOME_TERMS = {
         dict(held=0, gradients_after=0, host=2 * (32 + 8) + 64, gathered=128, gather_buffer=128, reduce_input=128,
             reduce_output=32, step_scratch=0)),
     "host: one process holds whole gradients": (dict(g=1, world_size=1, **AWAY, **HOLDING),
-        dict(gradients_held=128, gradients_after=0, gradients_settled=-128, reduce_tail=0)),
+        dict(gradients_held=128, gradients_after=-128, reduce_tail=128)),
     "host: replicas that accumulate": (dict(g=1, **AWAY, **ACCUMULATING), dict(reduced_after=128)),
     "host: a gradient comes before it is added": (dict(g=4, **AWAY, **ACCUMULATING), dict(host_moment=24)),
     "host: the sum of replicas comes once": (dict(g=2, **AWAY, **ACCUMULATING), dict(host_moment=0)),
