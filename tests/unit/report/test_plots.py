@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
+from hf_osdp.planner.cost.moments import MemoryBreakdown
 from hf_osdp.planner.search.compare import compare_strategies
 from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planner.training_job import TrainingJob
 from hf_osdp.report.content import comparison_content, outcome_content, report_content
 from hf_osdp.report.plan_file import PlanInputs
-from hf_osdp.report.plots import moment_rows, report_chart, save_chart
+from hf_osdp.report.plots import _COLORS, moment_rows, report_chart, save_chart
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem
@@ -60,3 +61,8 @@ def test_moment_rows_add_up_at_every_moment():
         mine = [row for row in rows if row["moment"] == index]
         assert sum(row["size"] for row in mine) * 2**10 == pytest.approx(moment.total_bytes + outside)
         assert {(row["unit"], row["phase"]) for row in mine} == {(moment.unit, moment.phase)}
+
+
+def test_each_kind_of_bytes_has_a_colour():
+    kinds = {field.name.replace("_", " ") for field in fields(MemoryBreakdown)}
+    assert kinds <= set(_COLORS)
