@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -43,7 +42,6 @@ from .trainer_arguments import (
     plugin_options,
     refuse_unsupported,
     requested_options,
-    samples_of_step,
     warn,
 )
 from .trainer_checkpoints import Events, TrainerCheckpoints
@@ -75,10 +73,8 @@ class Trainer(TrainerCheckpoints):
 
     _asked: OSDPConfig | Mapping[str, object] | bool | None = None
     """The argument `osdp`."""
-    _rule: MicroBatchRule | None = None
+    _rule: MicroBatchRule
     """What the plan's micro-batches may be; known with the plan."""
-    _cuts = False
-    """Whether steps are cut into micro-batches other than the batches that are loaded."""
     _evaluation: FittedEvaluation | None = None
     """How the evaluation in progress runs; None outside of one."""
     _waiting: list[dict[str, Any]]
@@ -93,8 +89,6 @@ class Trainer(TrainerCheckpoints):
         _check_order(cls, Trainer)
         if "osdp" not in inspect.signature(cls.__init__).parameters:
             cls.__init__ = _with_osdp_argument(cls.__init__)  # type: ignore[method-assign]
-        if any("_save" in vars(other) for other in cls.__mro__[: cls.__mro__.index(Trainer)]):
-            cls._save = _with_full_weights(cls._save)  # type: ignore[method-assign]
 
     def __init__(
         self, *args: Any, osdp: OSDPConfig | Mapping[str, object] | bool | None = None, **kwargs: Any
@@ -130,7 +124,6 @@ class Trainer(TrainerCheckpoints):
         prepare_precision(self.model, job.precision)
         with rule.explained():
             run = self._run = plan_and_announce(self.model, job)
-        self._planned_samples = samples_of_step(self.args)
         if self.args.auto_find_batch_size:
             warn(
                 self.args, "auto_find_batch_size=True was switched off: the plan sets %d samples at once on each"
@@ -151,10 +144,10 @@ class Trainer(TrainerCheckpoints):
         # transformers has switched off the model's own cache, not those of its parts
         switched = [] if self.args.use_cache else disable_cache(self.model)
         try:
-            with replaced(self.args, **planned_arguments(self.args, *self._loaded(run.plan))):
-                with replaced(self, _train_batch_size=self.args.train_batch_size):
-                    with replaced(self, _without_cache=[*self._without_cache, *switched]):
-                        yield
+            with replaced(self.args, **planned_arguments(self.args, *self._rule.loaded(run.plan))):
+                size, configs = self.args.train_batch_size, [*self._without_cache, *switched]
+                with replaced(self, _train_batch_size=size, _without_cache=configs):
+                    yield
         finally:
             for config in switched:
                 config.use_cache = True
@@ -165,17 +158,6 @@ class Trainer(TrainerCheckpoints):
             for config in self._without_cache:
                 stack.enter_context(replaced(config, use_cache=True))
             super()._save(output_dir, state_dict)
-
-    def _loaded(self, plan: Plan) -> tuple[int, int]:
-        """Return the samples of a batch that this rank loads, and how many it loads in a step: as the arguments say,
-        if steps are cut into the plan's micro-batches.
-        """
-        assert self._rule is not None
-        if not self._rule.cuts:
-            return plan.micro_batch_size, plan.accumulation_steps
-        samples = plan.micro_batch_size * plan.accumulation_steps
-        size = math.gcd(samples, self._rule.size)
-        return size, samples // size
 
     def _validate_args(self) -> None:
         """Validate as the stock Trainer, but accept an optimizer under FSDP: it receives the shards of its
@@ -235,8 +217,13 @@ class Trainer(TrainerCheckpoints):
             super().save_model(output_dir, _internal_call)
             return
         state = self.accelerator.get_state_dict(self.model)
-        folder, writes = output_dir or self.args.output_dir, self.args.should_save
-        on_every_rank(lambda: self._save(folder, state_dict=state) if writes else None)
+
+        def save() -> None:
+            if self.args.should_save:
+                with _full_weights(self.model, state):  # a subclass may write these instead of the state dict
+                    self._save(output_dir or self.args.output_dir, state_dict=state)
+
+        on_every_rank(save)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -252,18 +239,17 @@ class Trainer(TrainerCheckpoints):
 
         Until then batches wait, and their loss is 0.
         """
-        if not self._cuts:
+        run = self._run
+        if run is None or not self._rule.cuts_steps_of(run):
             return super().training_step(model, inputs, num_items_in_batch)
         self._waiting.append(inputs)
         if len(self._waiting) < self.current_gradient_accumulation_steps:
             return torch.zeros((), device=self.args.device)
-        assert self._run is not None and self._rule is not None
         batches, self._waiting = self._waiting, []
-        plan, means = self._run.plan, self._rule.averages or num_items_in_batch is None
-        pad_token = pad_token_of(model)
-        parts = micro_batches(batches, plan.micro_batch_size, self._run.budget, averages=means, pad_token=pad_token)
+        plan, means, pad_token = run.plan, self._rule.averages or num_items_in_batch is None, pad_token_of(model)
+        parts = micro_batches(batches, plan.micro_batch_size, run.budget, averages=means, pad_token=pad_token)
         # losses of batches that the stock Trainer adds up weigh as those of the arguments' size
-        scale = self._loaded(plan)[0] / self._rule.size if adds_up(self, num_items_in_batch) else 1.0
+        scale = self._rule.loaded(plan)[0] / self._rule.size if adds_up(self, num_items_in_batch) else 1.0
         losses, backward = [], self.accelerator.backward
         for number, (part, share) in enumerate(parts, 1):
             weight = share * scale if means else 1.0
@@ -326,10 +312,8 @@ class Trainer(TrainerCheckpoints):
             self.get_train_dataloader()  # raises as stock, unless a subclass makes its own
         run = self._planned_run()
         self.accelerator.project_configuration.project_dir = self.args.output_dir  # for the report
-        refuse_changes(self.args, run, self._planned_samples)
+        refuse_changes(self.args, run, self._rule.samples)
         self._requested_batch_size = self.args.per_device_train_batch_size
-        as_loaded = self._loaded(run.plan) == (run.plan.micro_batch_size, run.plan.accumulation_steps)
-        self._cuts = run.budget is not None or not as_loaded
         try:
             with self._as_planned(run), self.accelerator.out_of_memory_explained(), mixing_explained(in_loss=False):
                 output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
@@ -394,22 +378,6 @@ def _with_osdp_argument(init: Callable[..., None]) -> Callable[..., None]:
         init(self, *args, **kwargs)
 
     return taking
-
-
-def _with_full_weights(save: Callable[..., None]) -> Callable[..., None]:
-    """Return a `_save` that sees full weights in the model, since it may write these instead of the state dict that
-    it receives.
-    """
-
-    @functools.wraps(save)
-    def saving(self: Any, output_dir: str | None = None, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:  # noqa: ANN401
-        if self._osdp is None or not state_dict:
-            save(self, output_dir, state_dict)
-            return
-        with _full_weights(self.model, state_dict):
-            save(self, output_dir, state_dict)
-
-    return saving
 
 
 @contextmanager
