@@ -108,25 +108,19 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
     ) -> tuple[OSDPConfig, Inputs | None]:
         """Return the options with the sizes of the training loader's batches, and these batches."""
         inputs, length = batches_of_loader(loader, model, config.sequence_length)
-        size, micro, global_batch = self._batch_size(loader), config.micro_batch_size, config.global_batch_size
-        if config.batch_by_tokens and self.gradient_accumulation_steps != 1:
-            raise ValueError(
-                f"gradient_accumulation_steps={self.gradient_accumulation_steps}, but with batch_by_tokens=True each"
-                " batch is a whole step; set it to 1."
-            )
-        if not config.batch_by_tokens and micro not in (None, size):
-            raise ValueError(f"micro_batch_size={micro}, but the DataLoader's batches hold {size}; make them agree.")
-        if size is not None:
-            samples = size * self.num_processes * self.gradient_accumulation_steps
-            if global_batch not in (None, samples):
-                raise ValueError(
-                    f"global_batch_size={global_batch}, but batches of {size} on {self.num_processes} processes with"
-                    f" {self.gradient_accumulation_steps} accumulation steps make {samples}; make them agree."
-                )
-            global_batch = samples
-        micro = micro if config.batch_by_tokens else size
-        config = replace(config, sequence_length=length, micro_batch_size=micro, global_batch_size=global_batch)
-        return config, inputs
+        size, steps, micro = self._batch_size(loader), self.gradient_accumulation_steps, config.micro_batch_size
+        by_tokens, asked = config.batch_by_tokens, config.global_batch_size
+        samples = asked if size is None else size * self.num_processes * steps
+        refuse_first({
+            f"gradient_accumulation_steps={steps}, but with batch_by_tokens=True each batch is a whole step; set it"
+            " to 1.": by_tokens and steps != 1,
+            f"micro_batch_size={micro}, but the DataLoader's batches hold {size}; make them agree.":
+                not by_tokens and micro not in (None, size),
+            f"global_batch_size={asked}, but batches of {size} on {self.num_processes} processes with {steps}"
+            f" accumulation steps make {samples}; make them agree.": asked not in (None, samples),
+        })  # fmt: skip
+        micro = micro if by_tokens else size
+        return replace(config, sequence_length=length, micro_batch_size=micro, global_batch_size=samples), inputs
 
     def _make_plan(
         self,
@@ -185,27 +179,23 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         """Make the plan for a loader, else for the loop's accumulation, which a given plan or micro-batch size sets
         where the loop leaves it at 1.
         """
-        if loader is not None:
-            self._make_plan(model, config, optimizers, loader)
-            return
-        steps, samples = self.gradient_accumulation_steps, config.global_batch_size
-        by_tokens = config.batch_by_tokens
-        if samples is not None and config.plan is None and config.micro_batch_size is None and not by_tokens:
+        steps, samples, by_tokens = self.gradient_accumulation_steps, config.global_batch_size, config.batch_by_tokens
+        chosen = config.plan is not None or config.micro_batch_size is not None or by_tokens
+        if loader is None and samples is not None and not chosen:
             size, rest = divmod(samples, self.num_processes * steps)
-            if rest:
-                raise ValueError(
-                    f"global_batch_size={samples} is not a multiple of {self.num_processes} processes x {steps}"
-                    " accumulation steps; make them agree."
-                )
+            refuse_first({
+                f"global_batch_size={samples} is not a multiple of {self.num_processes} processes x {steps}"
+                " accumulation steps; make them agree.": rest
+            })  # fmt: skip
             config = replace(config, micro_batch_size=size)
-        plan = self._make_plan(model, config, optimizers)
-        planned = 1 if by_tokens else plan.accumulation_steps
-        if steps not in (1, planned):
-            raise ValueError(
+        plan = self._make_plan(model, config, optimizers, loader)
+        if loader is None:
+            planned = 1 if by_tokens else plan.accumulation_steps
+            refuse_first({
                 f"gradient_accumulation_steps={steps}, but the plan accumulates {planned} micro-batches; make them"
-                " agree."
-            )
-        self.gradient_accumulation_steps = planned
+                " agree.": steps not in (1, planned)
+            })  # fmt: skip
+            self.gradient_accumulation_steps = planned
 
     def _batch_size(self, loader: DataLoader[Any]) -> int | None:
         """Return the samples per process in one batch of a loader; None if the loader does not say."""
@@ -214,11 +204,10 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:  # noqa: ANN401  as stock
         """Prepare as `Accelerator.prepare`; a model may also come without an optimizer, for evaluation."""
-        config, objects = self.config, list(args)
-        for given in _of_type(args, nn.Module):
-            refuse_compiled(given)
-        models, loaders = _of_type(objects, nn.Module), _of_type(objects, DataLoader)
-        optimizers = _of_type(objects, torch.optim.Optimizer)
+        models, loaders = _of_type(args, nn.Module), _of_type(args, DataLoader)
+        optimizers = _of_type(args, torch.optim.Optimizer)
+        for model in models:
+            refuse_compiled(model)
         known = {id(model) for model in (*self._models, *models)}
         if self.is_fsdp2 and models and len(known) > 1:
             raise ValueError(
@@ -226,26 +215,24 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
                 " of one model, or move"
                 " a model that is not trained to accelerator.device by hand."
             )
-        self._check_loader(*loaders[:1])
-        if models and not is_under_plan(models[0]):
-            if self.planned_run is None:
-                self._plan_for_loop(models[0], config, optimizers, *loaders[:1])
-            if not self.is_fsdp2:
-                self._apply_plan(models[0], optimizers)
+        if loaders and self._waits_for_loader:
+            self._check_loader(loaders[0])
+        if models:
+            if self.planned_run is None and not is_under_plan(models[0]):
+                self._plan_for_loop(models[0], self.config, optimizers, *loaders[:1])
+            self._apply_plan(models[0], optimizers)
         if not models or not self.is_fsdp2 or optimizers:
-            result = super().prepare(*objects, device_placement=device_placement)
+            result = super().prepare(*args, device_placement=device_placement)
         else:
-            prepared = self._prepare_fsdp2(*objects)
+            prepared = self._prepare_fsdp2(*args)
             result = prepared if len(prepared) > 1 else prepared[0]
         if optimizers and self._models and self.planned_run is not None:
-            self._compare_training(objects)
+            self._compare_training(args)
             self._bind_optimizers(optimizers, self.planned_run)
         return result
 
-    def _check_loader(self, loader: DataLoader[Any] | None = None) -> None:
+    def _check_loader(self, loader: DataLoader[Any]) -> None:
         """Refuse the first loader, which is for training, with another batch size than the plan's."""
-        if loader is None or not self._waits_for_loader:
-            return
         size, plan = self._batch_size(loader), self._planned.plan
         planned = plan.samples_per_rank if self.config.batch_by_tokens else plan.micro_batch_size
         if size not in (None, planned):
@@ -303,11 +290,10 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         return result
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
-        """Shard the model by the plan and give the optimizers its new parameters, found by name."""
+        """Prepare all but the model, which is under its plan already."""
         result = [o if isinstance(o, nn.Module) else self._prepare_one(o, first_pass=True) for o in args]
         result = [o if isinstance(o, nn.Module) else self._prepare_one(o) for o in result]
         for model in _of_type(result, nn.Module):
-            self._apply_plan(model, _of_type(result, torch.optim.Optimizer))
             if not any(known is model for known in self._models):
                 self._models.append(model)
             model._is_accelerate_prepared = True  # type: ignore[assignment]
