@@ -99,21 +99,22 @@ def micro_batches(
     if budget is not None:
         fits = reason is None and not partly and len(set(rows)) == len(set(map(_fields, batches))) == 1
         fits = fits and not any(map(is_padded_left, batches))
-        failed, *_ = _agreed(int(not fits), 0, 0)
+        (failed,) = _largest([int(not fits)])
         if failed:
             return micro_batches(batches, size, averages=averages)
         joined = dealt(_joined(batches, pad_token), pad_token) if budget.deals else _joined(batches, pad_token)
-        lengths, order = _sorted(lengths_of(joined))
-        *_, most, _ = _agreed(0, 0, len(budget.cut(lengths)))
+        longest, order = lengths_of(joined).sort(descending=True, stable=True)
+        lengths = longest.tolist()
+        (most,) = _largest([len(budget.cut(lengths))])
         sizes, widths = budget.cut(lengths, parts=most), list(map(budget.width, lengths))
         return _by_length(joined, order, widths, sizes, rows[0])
     if reason is not None:
-        _agreed(1, 0, 0)
+        _largest([1, 0, 0, 0])
         raise _uncut(reason)
     shapes = {tuple((name, value.dtype, value.shape) for name, value in batch.items()) for batch in batches}
     unlike, count = int(partly or len(shapes) > 1), sum(-(-number // size) for number in rows)
-    failed, unlike, most, least = _agreed(0, unlike, count)
-    if failed or least < most:
+    failed, unlike, most, least = _largest([0, unlike, count, -count])
+    if failed or -least < most:
         raise _uncut("another rank cannot cut its own" if failed else "ranks have different numbers of samples")
     together = size // rows[0]
     if unlike or together < 2:
@@ -176,12 +177,6 @@ def _uncut(reason: str) -> OSDPError:
     )
 
 
-def _agreed(failed: int, unlike: int, count: int) -> list[int]:
-    """Return the largest values of all ranks, and their least `count`. Collective."""
-    *most, least = _largest([failed, unlike, count, -count])
-    return [*most, -least]
-
-
 def _largest(values: list[int]) -> list[int]:
     """Return the largest of each value over all ranks. Collective."""
     if world_size() == 1:
@@ -217,7 +212,7 @@ def dealt(batch: Batch, pad_token: int) -> Batch:
         name: part.contiguous().view(value.dtype).reshape(-1, *value.shape[1:])
         for (name, value), part in zip(widened.items(), parts, strict=True)
     }
-    _, order = _sorted(lengths_of(found))
+    order = lengths_of(found).argsort(descending=True, stable=True)
     return {name: value[order[rank() :: world_size()]] for name, value in found.items()}
 
 
@@ -299,12 +294,6 @@ def lengths_of(batch: Batch) -> torch.Tensor:
         if "labels" in name and _is_of_tokens(name, value, mask.shape[1]):
             used = used | (value != _IGNORED)
     return (used * torch.arange(1, used.shape[1] + 1, device=used.device)).amax(1).clamp(min=1)
-
-
-def _sorted(lengths: torch.Tensor) -> tuple[list[int], torch.Tensor]:
-    """Return lengths from long to short, and which samples have them."""
-    longest, order = lengths.sort(descending=True, stable=True)
-    return longest.tolist(), order
 
 
 def _by_length(batch: Batch, order: torch.Tensor, widths: list[int], sizes: list[int], rows: int) -> list[Part]:
