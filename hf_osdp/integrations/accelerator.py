@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate.utils import DDPCommunicationHookType
+from accelerate.state import AcceleratorState
+from accelerate.utils import DDPCommunicationHookType, DynamoBackend
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..checkpoint.writer import CheckpointWriter
 from ..distributed.launcher import launched_world_size
@@ -17,6 +20,8 @@ from ..distributed.process_group import host_barrier, prepare_group
 from ..distributed.said_once import say_uncaught_once
 from ..distributed.stop import Stopped
 from ..errors import OSDPError
+from ..modeling.units import dtype_of
+from ..planner.training_job import Precision
 from ..preparation.config import OSDPConfig
 from ..sharding.gradients import clip_grad_norm_
 from ..sharding.state import full_state_dict
@@ -25,7 +30,7 @@ from .accelerator_preparation import AcceleratorPreparation
 from .beside import ModelsBeside
 from .launch import launch_request
 from .micro_batches import parts_of_step
-from .plugin import plugin_for, precision_of, with_dynamo
+from .plugin import OSDPPlugin
 
 _REFUSED = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
 """Arguments of `Accelerator` that decide how the model is sharded."""
@@ -206,3 +211,54 @@ class OSDPAccelerator(AcceleratorPreparation):
                 "Gradients cannot be clipped before the last micro-step reduces them; clip only if"
                 " accelerator.sync_gradients."
             )
+
+
+def plugin_for(osdp: OSDPConfig | Mapping[str, object] | None, plugin: object) -> OSDPPlugin:
+    """Return the given plugin, else one for the `osdp` configuration or for the launcher's options."""
+    if plugin is None:
+        if osdp is None and launch_request().osdp is False:
+            raise ValueError(
+                "The launcher's file has osdp: false, but OSDPAccelerator always plans; use accelerate's Accelerator"
+                " instead."
+            )
+        return OSDPPlugin(osdp={} if osdp is None else osdp)
+    if not isinstance(plugin, OSDPPlugin):
+        raise ValueError(f"fsdp_plugin is a {type(plugin).__name__}; OSDPAccelerator needs an OSDPPlugin.")
+    if osdp is not None:
+        raise ValueError("Both osdp and fsdp_plugin were given; put the configuration into OSDPPlugin(osdp=...).")
+    return plugin
+
+
+def precision_of(mixed_precision: str, policy: MixedPrecisionPolicy | None, *, single_process: bool) -> Precision:
+    """Return the precision of the user's policy if there is one, else of FSDP2, or of autocast if `single_process`."""
+    named = Precision.named(mixed_precision, autocast=single_process)
+    if policy is None:
+        return named
+    compute, reduce = (
+        None if dtype is None else dtype_of(dtype) for dtype in (policy.param_dtype, policy.reduce_dtype)
+    )
+    if single_process and compute is not named.compute:
+        computes = "each parameter's dtype" if compute is None else compute.value
+        raise ValueError(
+            f"mixed_precision_policy computes in {computes}, but a single process computes as"
+            f" mixed_precision={mixed_precision!r} says; make them agree."
+        )
+    return Precision(compute=compute, reduce=reduce, autocast=named.autocast)
+
+
+def with_dynamo(config: OSDPConfig, state: AcceleratorState) -> OSDPConfig:
+    """Let the plan compile blocks if dynamo was requested; Accelerate would compile the whole model."""
+    dynamo = state.dynamo_plugin
+    if dynamo.backend == DynamoBackend.NO or dynamo.disable:
+        return config
+    stock = {"backend": "inductor", "mode": "default", "fullgraph": False, "dynamic": None, "options": None}
+    asked = {
+        "backend": dynamo.backend.value.lower(), "mode": dynamo.mode or "default", "fullgraph": bool(dynamo.fullgraph),
+        "dynamic": dynamo.dynamic, "options": dynamo.options or None,
+    }  # fmt: skip
+    if refused := [f"{name}={value!r}" for name, value in asked.items() if value != stock[name]]:
+        raise ValueError(
+            f"torch.compile with {', '.join(refused)} cannot be planned; use inductor with its defaults, or leave it"
+            " out."
+        )
+    return replace(config, compile=True)

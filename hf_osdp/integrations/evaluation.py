@@ -24,12 +24,14 @@ from ..preparation.evaluation import FittedEvaluation
 from ..preparation.job import Evaluation
 from .micro_batches import micro_batches, reason_against_cuts
 from .samples import find_batches, row_tokens
-from .trainer_arguments import accelerator_config_of
+from .trainer_arguments import parts_of_batch
 from .trainer_loss import MicroBatchRule, traced_prediction
 
 if TYPE_CHECKING:
     from .samples import Batches
 
+_KNOWN_STEPS = ("transformers", "trl", "hf_osdp")
+"""Packages whose prediction steps are a forward, of which the loop keeps outputs."""
 Predicted = tuple[torch.Tensor | None, Any, Any]
 """Loss, outputs and labels of a batch."""
 
@@ -39,13 +41,12 @@ def evaluation_of(trainer: Any, rule: MicroBatchRule, dataset: Any, collator: An
     beforehand. Collective.
     """
     args, config = trainer.args, trainer.accelerator.config
-    found = None if dataset is None else find_batches(dataset, collator)
-    tokens = 0 if found is None else found.tokens or 1
-    if found is not None and not found.is_whole:
-        tokens = max(tokens, config.sequence_length or 0)
-    length = row_tokens(tokens, None)
-    known = found is not None and length is not None and isinstance(found(1), Mapping) and _has_known_steps(trainer)
-    if not all(all_gather_objects(known)):
+    found = find_batches(dataset, collator)
+    least = 0 if found is None or found.is_whole else config.sequence_length or 0
+    length = row_tokens(0 if found is None else max(found.tokens or 1, least), None)
+    own = next(cls for cls in type(trainer).__mro__ if "prediction_step" in vars(cls)).__module__
+    known = own.partition(".")[0] in _KNOWN_STEPS and length is not None
+    if not all(all_gather_objects(known and found is not None and isinstance(found(1), Mapping))):
         return None
     assert found is not None and length is not None
     batches: Batches = found.with_rows(length)
@@ -73,20 +74,12 @@ def evaluation_of(trainer: Any, rule: MicroBatchRule, dataset: Any, collator: An
 
 def evaluation_loop(args: TrainingArguments, samples: int | None, *, keeps: bool) -> EvaluationLoop:
     """Return the loop over a number of samples, None if it is not known, as the arguments have it."""
-    parts = args.world_size if accelerator_config_of(args).split_batches else 1
-    size = args.eval_batch_size // parts
     samples = 2**40 if samples is None else max(1, samples)
-    size = min(size, samples)
+    size = min(args.eval_batch_size // parts_of_batch(args), samples)
     moved = 1 if args.batch_eval_metrics else args.eval_accumulation_steps
     return EvaluationLoop(
         batch_size=size, micro_batch_size=size, moved_after=moved, keeps_outputs=keeps, samples=samples
     )
-
-
-def _has_known_steps(trainer: Any) -> bool:  # noqa: ANN401
-    """Return whether prediction steps are those of transformers or TRL: a forward, of which the loop keeps outputs."""
-    own = next(cls for cls in type(trainer).__mro__ if "prediction_step" in vars(cls))
-    return own.__module__.partition(".")[0] in ("transformers", "trl", "hf_osdp")
 
 
 def generation_of(trainer: Any, prompt: int, new_tokens: int | None = None) -> Generation | None:  # noqa: ANN401

@@ -36,12 +36,9 @@ from .accelerator import OSDPAccelerator
 from .announce import plan_and_announce
 from .evaluation import Predicted, evaluating, predict_in_parts
 from .micro_batches import micro_batches, pad_token_of
-from .plugin import OSDPPlugin
 from .trainer_arguments import (
     planned_arguments,
-    plugin_options,
-    refuse_unsupported,
-    requested_options,
+    requested_plugin,
     warn,
 )
 from .trainer_checkpoints import Events, TrainerCheckpoints
@@ -180,12 +177,11 @@ class Trainer(TrainerCheckpoints):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create as the stock Trainer, with an `OSDPAccelerator` for the merged options if OSDP is on."""
-        options = requested_options(self._asked, self.args, on_by_default=self.on_by_default)
-        if options is None:
+        plugin = requested_plugin(self._asked, self.args, self.model, on_by_default=self.on_by_default)
+        if plugin is None:
             super().create_accelerator_and_postprocess()
             return
-        refuse_unsupported(self.args, self.model)
-        plugin, on_cpu = OSDPPlugin(osdp=options, **plugin_options(self.args)), self.args.device.type == "cpu"
+        on_cpu = self.args.device.type == "cpu"
 
         def planning(**given: Any) -> OSDPAccelerator:
             return OSDPAccelerator(**{**given, "fsdp_plugin": plugin, "cpu": on_cpu})

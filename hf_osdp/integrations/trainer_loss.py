@@ -33,7 +33,7 @@ from ..tracing.tensors import fake_like
 from .beside import modules_in, tensors_in
 from .micro_batches import reason_against_cuts
 from .samples import Batches
-from .trainer_arguments import accelerator_config_of, samples_of_step, warn
+from .trainer_arguments import samples_of_step, warn
 from .trainer_checkpoints import TrainerCheckpoints
 
 _DATA = ("train_dataset", "eval_dataset")
@@ -219,7 +219,7 @@ def _dependence(trainer: TrainerCheckpoints, *, cuts: bool) -> str | None:
     orders = (type(callback).__mro__ for callback in trainer.callback_handler.callbacks)
     between = (_unproven(next(base for base in order if "on_substep_end" in vars(base))) for order in orders)
     steps = len(dataset) / samples_of_step(args) if isinstance(dataset, Sized) else 0.5
-    is_whole, even = steps.is_integer() or 0 < args.max_steps <= steps, accelerator_config_of(args).even_batches
+    is_whole, even = steps.is_integer() or 0 < args.max_steps <= steps, trainer.accelerator.even_batches
     several, collator, owner = args.world_size > 1, trainer.data_collator, next(filter(None, between), None)
     makes = _unproven(collator if hasattr(collator, "__name__") else type(collator))
     ends = {
