@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -160,12 +160,8 @@ class OSDPAccelerator(AcceleratorPreparation):
             optimizer.step()
         ```
         """
-
-        def context(is_last: bool) -> AbstractContextManager[None]:
-            return nullcontext() if is_last else self.no_sync(model)
-
         self._waits_for_cuts = False
-        return parts_of_step(self._planned, model, batches, context)
+        return parts_of_step(self._planned, model, batches)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return the context of a micro-step that is not the last; the plan decides which gradients are reduced in

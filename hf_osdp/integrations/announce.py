@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,11 @@ def plan_and_announce(model: nn.Module, job: Job) -> PlannedRun:
 
     Collective.
     """
-    status: AbstractContextManager[object] = nullcontext()
-    if rank() == 0 and sys.stderr.isatty():
-        text = "Describing the model, measuring the machine, searching for a plan"
-        status = Console(stderr=True, force_jupyter=False).status(
-            text, refresh_per_second=2
-        )  # a thread redraws it while measurements run
-    with status:
+    text = "Describing the model, measuring the machine, searching for a plan"
+    shows = rank() == 0 and sys.stderr.isatty()
+    console = Console(stderr=True, force_jupyter=False)
+    # a thread redraws it while measurements run
+    with console.status(text, refresh_per_second=2) if shows else nullcontext():
         run = plan_run(model, job)
     announce_plan(run)
     return run

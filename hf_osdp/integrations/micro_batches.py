@@ -7,8 +7,7 @@ cut off and added.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import Any
 from zlib import crc32
@@ -24,6 +23,7 @@ from ..errors import OSDPError
 from ..planner.token_budget import TokenBudget
 from ..preparation.config import OSDPConfig
 from ..preparation.plan_run import PlannedRun
+from ..sharding.steps import micro_step
 
 _MASK, _IDS, _LABELS, _IGNORED = "attention_mask", "input_ids", "labels", -100
 _OF_TOKENS = {
@@ -45,7 +45,6 @@ _OF_LONGEST = {"dynamic", "longrope"}
 _PICTURES = 4
 """Dimensions of a batch of pictures."""
 
-StepContext = Callable[[bool], AbstractContextManager[object]]
 Batch = Mapping[str, torch.Tensor]
 Part = tuple[dict[str, torch.Tensor], float]
 """A micro-batch, and the share of a batch's loss that it has if losses are means over samples."""
@@ -123,18 +122,14 @@ def micro_batches(
     return [(dict(_joined(join)), float(len(join))) for join in joins]
 
 
-def parts_of_step(
-    run: PlannedRun, model: nn.Module, batches: Batch | Sequence[Batch], context: StepContext
-) -> Iterator[Part]:
-    """Yield the micro-batches of this rank's step in a loop, each within its context, made of whether it is the last.
-    Collective.
-    """
+def parts_of_step(run: PlannedRun, model: nn.Module, batches: Batch | Sequence[Batch]) -> Iterator[Part]:
+    """Yield the micro-batches of this rank's step in a loop, each within its `micro_step`. Collective."""
     loaded = [batches] if isinstance(batches, Mapping) else batches
     pad_token, size = pad_token_of(model), run.plan.micro_batch_size
     parts = micro_batches(loaded, size, run.budget, averages=False, pad_token=pad_token)
     whole = sum(map(_rows, loaded))
     for number, (part, _) in enumerate(parts, 1):
-        with context(number == len(parts)):
+        with micro_step(model, is_last=number == len(parts), plan=run.plan):
             yield part, _rows(part) / whole
 
 

@@ -194,11 +194,7 @@ class OptimalShardedDataParallel(nn.Module):
         Raises:
             OSDPError: a batch cannot be cut by rows.
         """
-
-        def context(is_last: bool) -> AbstractContextManager[None]:
-            return self.micro_step(is_last=is_last)
-
-        return parts_of_step(self._run, self.module, batches, context)
+        return parts_of_step(self._run, self.module, batches)
 
     def backward(self, loss: torch.Tensor, *, is_last: bool = True) -> None:
         """Run `loss.backward()` of one micro-batch within `micro_step`; divide the loss by the number of

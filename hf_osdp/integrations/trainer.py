@@ -156,13 +156,6 @@ class Trainer(TrainerCheckpoints):
                 stack.enter_context(replaced(config, use_cache=True))
             super()._save(output_dir, state_dict)
 
-    def _validate_args(self) -> None:
-        """Validate as the stock Trainer, but accept an optimizer under FSDP: it receives the shards of its
-        parameters.
-        """
-        with replaced(self, is_fsdp_enabled=self.is_fsdp_enabled and self._osdp is None):
-            super()._validate_args()
-
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move as the stock Trainer, but only after planning, which decides which units are kept on the host."""
         if self._osdp is None or self._run is not None:
