@@ -94,7 +94,6 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
             ValueError: a size is not known, or sizes contradict each other.
             InfeasibleError: no plan meets the memory limit.
         """
-        refuse_compiled(model)
         sizes = {"sequence_length": sequence_length, "global_batch_size": global_batch_size}
         config = replace(self.config, **{name: value for name, value in sizes.items() if value})  # type: ignore[arg-type]
         self.gradient_accumulation_steps = self._make_plan(model, config, [optimizer])

@@ -22,7 +22,18 @@ from ..preparation.job import Job, RunFolder
 from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import reason_against_unit_steps
 from .micro_batches import refuse_lengths
+from .plugin import refuse_compiled
 from .samples import Batches, batches_of_loader, lengths_of_loader, with_length_of_inputs
+
+
+def loop_options(config: OSDPConfig, model: nn.Module, *, known: bool = False) -> OSDPConfig:
+    """Return a loop's options with the length of its `inputs`; refuse those that its model cannot have, and a model
+    whose batches are not `known`.
+    """
+    refuse_compiled(model)
+    config = with_length_of_inputs(config, model, known=known)
+    refuse_lengths(config, model)
+    return config
 
 
 def job_of_loop(
@@ -39,8 +50,7 @@ def job_of_loop(
     if loader is not None:
         inputs, length = batches_of_loader(loader, model, config.sequence_length)
         config = replace(_for_batches(config, accelerator, loader), sequence_length=length)
-    config = with_length_of_inputs(config, model, known=inputs is not None)
-    refuse_lengths(config, model)
+    config = loop_options(config, model, known=inputs is not None)
     refuse_first({
         "The sequence length is not known; give OSDPConfig(sequence_length=...) or accelerator.plan(...).":
             config.sequence_length is None,

@@ -39,9 +39,8 @@ from ..sharding.state import free_gathered, full_state_dict, load_full_state_dic
 from ..sharding.steps import micro_step
 from .announce import announce_result, plan_and_announce
 from .beside import ModelsBeside
-from .micro_batches import parts_of_step, refuse_lengths
-from .plugin import refuse_compiled
-from .samples import with_length_of_inputs
+from .loop_facts import loop_options
+from .micro_batches import parts_of_step
 
 
 class OptimalShardedDataParallel(nn.Module):
@@ -107,11 +106,8 @@ class OptimalShardedDataParallel(nn.Module):
         """
         super().__init__()
         say_uncaught_once()
-        refuse_compiled(model)
-        config = merged_config(config)
-        config = with_length_of_inputs(config, model)
+        config = loop_options(merged_config(config), model)
         _check(config, optimizer)
-        refuse_lengths(config, model)
         form_process_group(needed=False)
         precision, device = Precision.named(mixed_precision, autocast=world_size() == 1), training_device()
         prepare_model(model, precision)
