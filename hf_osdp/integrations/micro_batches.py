@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 
 from ..distributed.mesh import collective_device, rank, world_size
 from ..errors import OSDPError
+from ..measurement.timing import over_ranks
 from ..planner.token_budget import TokenBudget
 from ..preparation.config import OSDPConfig
 from ..preparation.plan_run import PlannedRun
@@ -98,25 +99,25 @@ def micro_batches(
     if budget is not None:
         fits = reason is None and not partly and len(set(rows)) == len(set(map(_fields, batches))) == 1
         fits = fits and not any(map(is_padded_left, batches))
-        (failed,) = _largest([int(not fits)])
+        (failed,) = over_ranks([int(not fits)])
         if failed:
             return micro_batches(batches, size, averages=averages)
         joined = dealt(_joined(batches, pad_token), pad_token) if budget.deals else _joined(batches, pad_token)
         longest, order = lengths_of(joined).sort(descending=True, stable=True)
         lengths = longest.tolist()
-        (most,) = _largest([len(budget.cut(lengths))])
-        sizes, widths = budget.cut(lengths, parts=most), list(map(budget.width, lengths))
+        (most,) = over_ranks([len(budget.cut(lengths))])
+        sizes, widths = budget.cut(lengths, parts=int(most)), list(map(budget.width, lengths))
         return _by_length(joined, order, widths, sizes, rows[0])
     if reason is not None:
-        _largest([1, 0, 0, 0])
+        over_ranks([1, 0, 0, 0])
         raise _uncut(reason)
     shapes = {tuple((name, value.dtype, value.shape) for name, value in batch.items()) for batch in batches}
     unlike, count = int(partly or len(shapes) > 1), sum(-(-number // size) for number in rows)
-    failed, unlike, most, least = _largest([0, unlike, count, -count])
+    failed, differ, most, least = over_ranks([0, unlike, count, -count])
     if failed or -least < most:
         raise _uncut("another rank cannot cut its own" if failed else "ranks have different numbers of samples")
     together = size // rows[0]
-    if unlike or together < 2:
+    if differ or together < 2:
         return [part for batch in batches for part in _chunks(batch, size, by_labels=partly)]
     joins = [batches[first : first + together] for first in range(0, len(batches), together)]
     return [(dict(_joined(join)), float(len(join))) for join in joins]
@@ -172,15 +173,6 @@ def _uncut(reason: str) -> OSDPError:
     )
 
 
-def _largest(values: list[int]) -> list[int]:
-    """Return the largest of each value over all ranks. Collective."""
-    if world_size() == 1:
-        return values
-    tensor = torch.tensor(values, device=collective_device())
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return tensor.tolist()
-
-
 def dealt(batch: Batch, pad_token: int) -> Batch:
     """Deal the samples of all ranks' steps in turn, from long to short, so that ranks have equal work; each rank keeps
     its own samples if their number or their columns differ between ranks. Collective.
@@ -191,7 +183,7 @@ def dealt(batch: Batch, pad_token: int) -> Batch:
         for name, value in sorted(batch.items())
     ]
     signature = crc32(repr(fields).encode())
-    own, other, width = _largest([signature, -signature, columns])
+    own, other, width = map(int, over_ranks([signature, -signature, columns]))
     if own != -other or world_size() == 1:
         return batch
     widened = {
