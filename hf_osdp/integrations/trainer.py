@@ -112,7 +112,6 @@ class Trainer(TrainerCheckpoints):
         """
         if self._run is not None:
             return self._run
-        assert self._osdp is not None
         if self._moves is not None:
             self._moves.remove()
         prepare_to_plan(self.model)
@@ -131,7 +130,7 @@ class Trainer(TrainerCheckpoints):
         if self.place_model_on_device and not self.is_fsdp_enabled:
             super()._move_model_to_device(self.model, self.args.device)
         self._rule = rule
-        stop = self._stop if self._osdp.save_on_sigterm else None
+        stop = self._stop if job.config.save_on_sigterm else None
         self.callback_handler.call_event = Events(self.callback_handler.call_event, stop)  # type: ignore[method-assign]
         return run
 
@@ -174,12 +173,9 @@ class Trainer(TrainerCheckpoints):
         if plugin is None:
             super().create_accelerator_and_postprocess()
             return
-        on_cpu = self.args.device.type == "cpu"
-
-        def planning(**given: Any) -> OSDPAccelerator:
-            return OSDPAccelerator(**{**given, "fsdp_plugin": plugin, "cpu": on_cpu})
-
-        with replaced(transformers.trainer, Accelerator=planning):  # the stock Trainer has no argument for the class
+        own = {"fsdp_plugin": plugin, "cpu": self.args.device.type == "cpu"}
+        # the stock Trainer has no argument for the class
+        with replaced(transformers.trainer, Accelerator=lambda **given: OSDPAccelerator(**{**given, **own})):
             super().create_accelerator_and_postprocess()
         self._osdp = self.accelerator.config
         self.is_fsdp_enabled = False  # until the plan is made: others let the accelerator prepare their models

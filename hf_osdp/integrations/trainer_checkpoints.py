@@ -208,7 +208,7 @@ class TrainerCheckpoints(transformers.Trainer):
     def _checkpoint_to_resume(self, requested: str | bool | None) -> str | None:
         """Return the complete, undamaged checkpoint to resume from; the same on every rank."""
         settings = self._compare_ranks()
-        folder, after_restart = str(self.args.output_dir), self._osdp is None or self._osdp.resume_after_restart
+        folder, after_restart = str(self.args.output_dir), self.accelerator.config.resume_after_restart
         found = checkpoint_to_resume(
             folder, None if requested == "" else requested, marker=TRAINER_STATE, after_restart=after_restart
         )
@@ -242,9 +242,8 @@ class TrainerCheckpoints(transformers.Trainer):
             **self.accelerator._writer.settings,
             **model_texts(self.model),  # before training changes it, as by tokens to pad with
             **({} if self.optimizer is None else optimizer_texts(self.optimizer)),  # given by the user
+            **({} if self.lr_scheduler is None else {"schedule": schedule_text(self.lr_scheduler)}),
         }
-        if self.lr_scheduler is not None:
-            kept["schedule"] = schedule_text(self.lr_scheduler)
         settings = {**kept, **self._settings()}
         data = {"dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
         require_same({
