@@ -41,7 +41,7 @@ from .trainer_arguments import (
     requested_plugin,
     warn,
 )
-from .trainer_checkpoints import Events, TrainerCheckpoints
+from .trainer_checkpoints import Events, TrainerCheckpoints, under_plan
 from .trainer_facts import job_of_trainer, refuse_changes
 from .trainer_loss import MicroBatchRule, adds_up
 
@@ -180,19 +180,18 @@ class Trainer(TrainerCheckpoints):
         self._osdp = self.accelerator.config
         self.is_fsdp_enabled = False  # until the plan is made: others let the accelerator prepare their models
 
+    @under_plan
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create as the stock Trainer, after freeing parameters that an evaluation left gathered, so that it holds
         shards.
         """
-        if self._osdp is not None:
-            free_gathered(self.model if model is None else model)
+        free_gathered(self.model if model is None else model)
         return super().create_optimizer(model)
 
+    @under_plan
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
-        """Return False under a plan: the stock code for several meshes does not unscale fp16 gradients, the
-        accelerator does.
-        """
-        return False if self._osdp is not None else super()._has_mixed_mesh_grads(model)
+        """Return False: the stock code for several meshes does not unscale fp16 gradients, the accelerator does."""
+        return False
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as the stock Trainer; a user's call writes a loadable model even if checkpoints are sharded, unlike
@@ -245,19 +244,18 @@ class Trainer(TrainerCheckpoints):
                 losses.append(super().training_step(model, part, num_items_in_batch) * weight)
         return torch.stack(losses).sum()
 
+    @under_plan
     def compute_loss_context_manager(self) -> ExitStack:
         """Return the stock Trainer's context, which also explains an error of a loss that mixes shards with whole
         tensors.
         """
         context = super().compute_loss_context_manager()
-        if self._osdp is not None:
-            context.enter_context(mixing_explained(in_loss=True))
+        context.enter_context(mixing_explained(in_loss=True))
         return context
 
+    @under_plan
     def evaluation_loop(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Evaluate as the stock Trainer, under a plan: for training, or without data for that, for this loader."""
-        if self._osdp is None:
-            return super().evaluation_loop(dataloader, *args, **kwargs)
         require_all("Evaluating")
         run, alone = self._planned_run(dataloader), kwargs.get("prediction_loss_only", (*args, None, None)[1])
         keeps = not (self.args.prediction_loss_only if alone is None else alone)
@@ -280,6 +278,7 @@ class Trainer(TrainerCheckpoints):
         with only_loss_read(model) if prediction_loss_only else nullcontext():
             return predict_in_parts(self, step, inputs, self._evaluation)
 
+    @under_plan
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train as the stock Trainer; print estimate and measurement of the first steps, and write `osdp_report.json`.
 
@@ -291,8 +290,6 @@ class Trainer(TrainerCheckpoints):
             torch.OutOfMemoryError: names the unit, the sizes and a lower limit; not raised if `on_oom="replan"`
             restarts all ranks.
         """
-        if self._osdp is None:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
         if self._run is None and self.train_dataset is None:
             self.get_train_dataloader()  # raises as stock, unless a subclass makes its own
         run = self._planned_run()
