@@ -138,16 +138,14 @@ class ModelsBeside:
         """Move the models to the device, whole or in shards. Collective."""
         shards = self._sharded if sharded else {}
         for model in list(self._waiting):
-            if model in shards:
-                self._waiting.pop(model).remove()
-                shard_beside(model)
-            self._place(model)
+            self._place(model, sharded=model in shards)
 
     def _runs(self, module: nn.Module, args: object) -> None:
         if module in self._waiting:  # and is not a copy
             self._place(module)
 
-    def _place(self, model: nn.Module) -> None:
-        if (handle := self._waiting.pop(model, None)) is not None:
-            handle.remove()
+    def _place(self, model: nn.Module, *, sharded: bool = False) -> None:
+        self._waiting.pop(model).remove()
+        if sharded:
+            shard_beside(model)
         move_to_device(model, self._device)

@@ -97,7 +97,10 @@ def micro_batches(
     reason = next(filter(None, reasons), None)
     partly = reason is None and averages and any(map(_lacks_labels, batches))
     if budget is not None:
-        fits = reason is None and not partly and len(set(rows)) == len(set(map(_fields, batches))) == 1
+        fits = reason is None and not partly and len(set(rows)) == 1
+        fits = (
+            fits and len({frozenset((name, v.dtype, v.dim()) for name, v in batch.items()) for batch in batches}) == 1
+        )
         fits = fits and not any(map(is_padded_left, batches))
         (failed,) = over_ranks([int(not fits)])
         if failed:
@@ -222,10 +225,6 @@ def _is_of_tokens(name: str, value: torch.Tensor, columns: int) -> bool:
 
 def _rows(batch: Batch) -> int:
     return len(next(iter(batch.values())))
-
-
-def _fields(batch: Batch) -> frozenset[object]:
-    return frozenset((name, value.dtype, value.dim()) for name, value in batch.items())
 
 
 def _chunks(batch: Batch, size: int, *, by_labels: bool) -> list[Part]:
