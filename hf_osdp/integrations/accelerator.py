@@ -22,12 +22,12 @@ from ..distributed.stop import Stopped
 from ..errors import OSDPError
 from ..modeling.units import dtype_of
 from ..planner.training_job import Precision
+from ..preparation.beside import ModelsBeside
 from ..preparation.config import OSDPConfig
 from ..sharding.gradients import clip_grad_norm_
 from ..sharding.state import full_state_dict
 from ..sharding.steps import micro_step
 from .accelerator_preparation import AcceleratorPreparation
-from .beside import ModelsBeside
 from .launch import launch_request
 from .micro_batches import parts_of_step
 from .plugin import OSDPPlugin

@@ -26,6 +26,7 @@ from ..planner.description import DType
 from ..planner.optimizers import spec_of_trainer_name
 from ..planner.plan import Plan
 from ..planner.training_job import OptimizerSpec, Precision
+from ..preparation.beside import ModelsBeside
 from ..preparation.config import OSDPConfig, merged_config
 from ..preparation.job import Job
 from ..preparation.out_of_memory import OutOfMemoryHandler
@@ -38,7 +39,6 @@ from ..sharding.optimizers import kind_of
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.steps import micro_step
 from .announce import announce_result, plan_and_announce
-from .beside import ModelsBeside
 from .loop_facts import loop_options
 from .micro_batches import parts_of_step
 

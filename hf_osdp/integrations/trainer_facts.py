@@ -26,12 +26,12 @@ from ..modeling.batch import Inputs, without_adapters
 from ..planner.lengths import Lengths
 from ..planner.optimizers import knows_trainer_name, spec_of_trainer_name
 from ..planner.training_job import OptimizerSpec
+from ..preparation.beside import modules_in
 from ..preparation.config import OSDPConfig
 from ..preparation.job import Job, RunFolder
 from ..preparation.plan_run import PlannedRun
 from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import reason_against_unit_steps
-from .beside import modules_in
 from .checkpoints import is_adapted
 from .evaluation import evaluation_of, rollouts_of
 from .micro_batches import reason_against_cuts, reason_against_lengths

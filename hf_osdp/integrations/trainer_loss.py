@@ -24,13 +24,13 @@ from ..modeling.replaced import replaced
 from ..modeling.split.apply import only_loss_read
 from ..modeling.wrapping import has_running_statistics
 from ..planner.plan import Plan
+from ..preparation.beside import modules_in, tensors_in
 from ..preparation.config import OSDPConfig
 from ..preparation.plan_run import PlannedRun
 from ..sharding.replicas import is_under_plan
 from ..tracing.fake_model import rebound
 from ..tracing.loss_kind import LossKind, find_loss_kind
 from ..tracing.tensors import fake_like
-from .beside import modules_in, tensors_in
 from .micro_batches import reason_against_cuts
 from .samples import Batches
 from .trainer_arguments import samples_of_step, warn

@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from hf_osdp import OptimalShardedDataParallel, OSDPAccelerator, OSDPConfig, with_osdp
-from hf_osdp.integrations.beside import ModelsBeside
+from hf_osdp.preparation.beside import ModelsBeside
 from hf_osdp.sharding.replicas import is_under_plan
 from tests.distributed.test_trainers_of_others import _texts, _tokenizer
 from tests.helpers.distributed import run_ranks

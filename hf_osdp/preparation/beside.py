@@ -20,12 +20,17 @@ from ..distributed.fsdp_internals import parameter_groups, stays_gathered
 from ..distributed.mesh import rank, world_size
 from ..errors import DescriptionError, shown
 from ..measurement.timing import over_ranks
+from ..modeling.units import find_units
 from ..planner.cost.evaluation import EvaluatedModel
-from ..preparation.job import OTHER_TENSORS, Beside
+from ..planner.decision import Batch, UnitLayout
+from ..planner.description import DType, ModelDescription, Segment
+from ..planner.plan import Plan
+from ..planner.training_job import TrainingJob
 from ..quantities import format_bytes
-from ..sharding.beside import as_sharded, shard_beside
+from ..sharding.apply import apply_plan
 from ..sharding.environment import move_to_device
 from ..sharding.replicas import is_under_plan
+from .job import OTHER_TENSORS, Beside
 
 _log = logging.getLogger(__name__)
 
@@ -113,7 +118,7 @@ class ModelsBeside:
         found = {}
         for model in self._waiting if world_size() > 1 else ():
             with suppress(DescriptionError):
-                found[model] = as_sharded(model)
+                found[model] = _as_sharded(model)
         return found
 
     def facts(self, trained: nn.Module, held: Mapping[str, Iterable[nn.Module]] | None = None) -> dict[str, Any]:
@@ -147,5 +152,29 @@ class ModelsBeside:
     def _place(self, model: nn.Module, *, sharded: bool = False) -> None:
         self._waiting.pop(model).remove()
         if sharded:
-            shard_beside(model)
+            _shard(model)
         move_to_device(model, self._device)
+
+
+def _as_sharded(model: nn.Module) -> EvaluatedModel:
+    """Return a model as it runs forward in shards over all ranks, in its parameters' own dtypes."""
+    units = find_units(model)
+    order = (*range(len(units)), *([0] if len(units) > 1 and not units[0].fqn else []))  # the root's own work ends it
+    description = ModelDescription(
+        model_name="", model_class=type(model).__name__, block_classes=(), sequence_length=1,
+        compute_dtype=DType.FLOAT32, units=units, segments=tuple(Segment(unit=index) for index in order),
+        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+    )  # fmt: skip
+    layout = UnitLayout(shard_size=world_size(), reshard_after_forward=True)
+    return EvaluatedModel(
+        description=description, layouts=(layout,) * len(units), world_size=world_size(),
+        job=TrainingJob(global_batch_size=world_size()), trains=False,
+    )  # fmt: skip
+
+
+def _shard(model: nn.Module) -> None:
+    """Shard a model that only runs forward, in place, with rank 0's weights. Collective."""
+    evaluated = _as_sharded(model)
+    batch = Batch(micro_batch_size=1, accumulation_steps=1)
+    plan = Plan.of(evaluated.description, evaluated.layouts, batch, world_size=evaluated.world_size, strategy="fsdp")
+    apply_plan(model, plan, evaluated.description.units)
