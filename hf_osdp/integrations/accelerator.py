@@ -25,11 +25,11 @@ from ..planner.training_job import Precision
 from ..preparation.beside import ModelsBeside
 from ..preparation.config import OSDPConfig
 from ..sharding.gradients import clip_grad_norm_
+from ..sharding.micro_batches import parts_of_step
 from ..sharding.state import full_state_dict
 from ..sharding.steps import micro_step
 from .accelerator_preparation import AcceleratorPreparation
 from .launch import launch_request
-from .micro_batches import parts_of_step
 from .plugin import OSDPPlugin
 
 _REFUSED = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
@@ -161,7 +161,7 @@ class OSDPAccelerator(AcceleratorPreparation):
         ```
         """
         self._waits_for_cuts = False
-        return parts_of_step(self._planned, model, batches)
+        return parts_of_step(model, batches, self._planned.plan, self._planned.budget)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return the context of a micro-step that is not the last; the plan decides which gradients are reduced in

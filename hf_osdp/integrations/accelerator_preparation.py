@@ -21,6 +21,7 @@ from ..modeling.replaced import replaced
 from ..modeling.units import refuse_changed
 from ..planner.plan import Plan
 from ..planner.training_job import OptimizerSpec, Precision
+from ..preparation.announce import announce_result, plan_and_announce
 from ..preparation.beside import ModelsBeside
 from ..preparation.config import OSDPConfig
 from ..preparation.out_of_memory import OutOfMemoryHandler
@@ -46,7 +47,6 @@ from ..sharding.optimizer_steps import (
 from ..sharding.optimizers import bare_optimizer, kind_of
 from ..sharding.replicas import is_under_plan
 from ..sharding.state import free_gathered, load_full_state_dict
-from .announce import announce_result, plan_and_announce
 from .checkpoints import AcceleratorCheckpoints
 from .loop_facts import batch_size, for_accumulation, job_of_loop
 from .plugin import OSDPPlugin, refuse_compiled

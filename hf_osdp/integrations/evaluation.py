@@ -22,13 +22,13 @@ from ..modeling.replaced import replaced
 from ..planner.cost.evaluation import EvaluationLoop, Generation
 from ..preparation.evaluation import FittedEvaluation
 from ..preparation.job import Evaluation
-from .micro_batches import micro_batches, reason_against_cuts
-from .samples import find_batches, row_tokens
+from ..preparation.samples import find_batches, row_tokens
+from ..sharding.micro_batches import micro_batches, reason_against_cuts
 from .trainer_arguments import parts_of_batch
 from .trainer_loss import MicroBatchRule, traced_prediction
 
 if TYPE_CHECKING:
-    from .samples import Batches
+    from ..preparation.samples import Batches
 
 _KNOWN_STEPS = ("transformers", "trl", "hf_osdp")
 """Packages whose prediction steps are a forward, of which the loop keeps outputs."""

@@ -19,11 +19,10 @@ from ..planner.optimizers import upper_bound
 from ..planner.training_job import OptimizerSpec
 from ..preparation.config import OSDPConfig
 from ..preparation.job import Job, RunFolder
+from ..preparation.samples import Batches, batches_of_loader, lengths_of_loader, refuse_lengths, with_length_of_inputs
 from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import reason_against_unit_steps
-from .micro_batches import refuse_lengths
 from .plugin import refuse_compiled
-from .samples import Batches, batches_of_loader, lengths_of_loader, with_length_of_inputs
 
 
 def loop_options(config: OSDPConfig, model: nn.Module, *, known: bool = False) -> OSDPConfig:
@@ -73,7 +72,6 @@ def job_of_loop(
         optimizer=upper_bound(specs),
         inputs=inputs,
         cuts_by_length=bool(config.batch_by_tokens),
-        inputs_of_length=None if inputs is None else inputs.with_rows,
         lengths=None if loader is None else lengths_of_loader(loader, config.sequence_length),
         holds_outputs=True,  # as the usual loop does: `out = model(**batch); accelerator.backward(out.loss)`
         activation_checkpointing=bool(accelerator.plugin.activation_checkpointing),

@@ -26,6 +26,7 @@ from ..planner.description import DType
 from ..planner.optimizers import spec_of_trainer_name
 from ..planner.plan import Plan
 from ..planner.training_job import OptimizerSpec, Precision
+from ..preparation.announce import announce_result, plan_and_announce
 from ..preparation.beside import ModelsBeside
 from ..preparation.config import OSDPConfig, merged_config
 from ..preparation.job import Job
@@ -33,14 +34,13 @@ from ..preparation.out_of_memory import OutOfMemoryHandler
 from ..sharding.apply import apply_plan
 from ..sharding.environment import form_process_group, move_to_device, mp_policy, prepare_model, training_device
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
+from ..sharding.micro_batches import parts_of_step
 from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import bind_optimizer, prepare_new_optimizers
 from ..sharding.optimizers import kind_of
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.steps import micro_step
-from .announce import announce_result, plan_and_announce
 from .loop_facts import loop_options
-from .micro_batches import parts_of_step
 
 
 class OptimalShardedDataParallel(nn.Module):
@@ -190,7 +190,7 @@ class OptimalShardedDataParallel(nn.Module):
         Raises:
             OSDPError: a batch cannot be cut by rows.
         """
-        return parts_of_step(self._run, self.module, batches)
+        return parts_of_step(self.module, batches, self.plan, self._run.budget)
 
     def backward(self, loss: torch.Tensor, *, is_last: bool = True) -> None:
         """Run `loss.backward()` of one micro-batch within `micro_step`; divide the loss by the number of

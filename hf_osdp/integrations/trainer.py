@@ -25,17 +25,17 @@ from ..modeling.replaced import replaced
 from ..modeling.split.apply import only_loss_read
 from ..modeling.units import canonical_name
 from ..planner.plan import Plan
+from ..preparation.announce import plan_and_announce
 from ..preparation.config import OSDPConfig
 from ..preparation.evaluation import FittedEvaluation
 from ..preparation.plan_run import PlannedRun
 from ..sharding.between_steps import mixing_explained
 from ..sharding.environment import prepare_precision, prepare_to_plan
+from ..sharding.micro_batches import micro_batches, pad_token_of
 from ..sharding.state import free_gathered
 from ..sharding.unit_order import called_alone
 from .accelerator import OSDPAccelerator
-from .announce import plan_and_announce
 from .evaluation import Predicted, evaluating, predict_in_parts
-from .micro_batches import micro_batches, pad_token_of
 from .trainer_arguments import (
     planned_arguments,
     requested_plugin,

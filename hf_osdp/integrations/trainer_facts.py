@@ -30,12 +30,12 @@ from ..preparation.beside import modules_in
 from ..preparation.config import OSDPConfig
 from ..preparation.job import Job, RunFolder
 from ..preparation.plan_run import PlannedRun
+from ..preparation.samples import Batches, find_batches, find_lengths, row_tokens, with_length_of_inputs
+from ..sharding.micro_batches import reason_against_cuts, reason_against_lengths
 from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import reason_against_unit_steps
 from .checkpoints import is_adapted
 from .evaluation import evaluation_of, rollouts_of
-from .micro_batches import reason_against_cuts, reason_against_lengths
-from .samples import Batches, find_batches, find_lengths, row_tokens, with_length_of_inputs
 from .trainer_arguments import planned_arguments, samples_of_step, warn
 from .trainer_checkpoints import TrainerCheckpoints
 from .trainer_loss import MicroBatchRule, has_stock_loss, micro_batch_rule, traced_loss
@@ -90,7 +90,6 @@ def job_of_trainer(
         inputs=batches,
         cuts_by_length=cuts,
         deals_samples=rule.averages or args.average_tokens_across_devices,
-        inputs_of_length=batches.with_rows if isinstance(batches, Batches) else None,
         lengths=lengths,
         loss=None if batches is None or config.inputs or model_makes_loss else traced_loss(trainer),
         **beside,

@@ -27,12 +27,12 @@ from ..planner.plan import Plan
 from ..preparation.beside import modules_in, tensors_in
 from ..preparation.config import OSDPConfig
 from ..preparation.plan_run import PlannedRun
+from ..preparation.samples import Batches
+from ..sharding.micro_batches import reason_against_cuts
 from ..sharding.replicas import is_under_plan
 from ..tracing.fake_model import rebound
 from ..tracing.loss_kind import LossKind, find_loss_kind
 from ..tracing.tensors import fake_like
-from .micro_batches import reason_against_cuts
-from .samples import Batches
 from .trainer_arguments import samples_of_step, warn
 from .trainer_checkpoints import TrainerCheckpoints
 

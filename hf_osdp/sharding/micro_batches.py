@@ -21,10 +21,9 @@ from transformers import PreTrainedConfig
 from ..distributed.mesh import collective_device, rank, world_size
 from ..errors import OSDPError
 from ..measurement.timing import over_ranks
+from ..planner.plan import Plan
 from ..planner.token_budget import TokenBudget
-from ..preparation.config import OSDPConfig
-from ..preparation.plan_run import PlannedRun
-from ..sharding.steps import micro_step
+from .steps import micro_step
 
 _MASK, _IDS, _LABELS, _IGNORED = "attention_mask", "input_ids", "labels", -100
 _OF_TOKENS = {
@@ -126,14 +125,16 @@ def micro_batches(
     return [(dict(_joined(join)), float(len(join))) for join in joins]
 
 
-def parts_of_step(run: PlannedRun, model: nn.Module, batches: Batch | Sequence[Batch]) -> Iterator[Part]:
+def parts_of_step(
+    model: nn.Module, batches: Batch | Sequence[Batch], plan: Plan, budget: TokenBudget | None
+) -> Iterator[Part]:
     """Yield the micro-batches of this rank's step in a loop, each within its `micro_step`. Collective."""
     loaded = [batches] if isinstance(batches, Mapping) else batches
-    pad_token, size = pad_token_of(model), run.plan.micro_batch_size
-    parts = micro_batches(loaded, size, run.budget, averages=False, pad_token=pad_token)
+    pad_token, size = pad_token_of(model), plan.micro_batch_size
+    parts = micro_batches(loaded, size, budget, averages=False, pad_token=pad_token)
     whole = sum(map(_rows, loaded))
     for number, (part, _) in enumerate(parts, 1):
-        with micro_step(model, is_last=number == len(parts), plan=run.plan):
+        with micro_step(model, is_last=number == len(parts), plan=plan):
             yield part, _rows(part) / whole
 
 
@@ -160,13 +161,6 @@ def _rotary_kinds(model: nn.Module) -> set[str]:
 def _adapters(model: nn.Module) -> list[Any]:
     found = getattr(model, "peft_config", {})
     return [one for one in found.values() if hasattr(one, "is_prompt_learning")] if isinstance(found, dict) else []
-
-
-def refuse_lengths(config: OSDPConfig, model: nn.Module) -> None:
-    """Refuse batch_by_tokens in a loop whose model cannot have it."""
-    reason = reason_against_lengths(model, compiles=config.compile)
-    if config.batch_by_tokens and reason is not None:
-        raise ValueError(f"batch_by_tokens=True cannot be used, since {reason}; leave it out.")
 
 
 def _uncut(reason: str) -> OSDPError:

@@ -13,11 +13,11 @@ from torch import nn
 from ..distributed.mesh import rank
 from ..measurement.step_meter import Observation
 from ..planner.files import plain
-from ..preparation.job import Job
-from ..preparation.plan_run import PlannedRun, plan_run
 from ..quantities import format_seconds
 from ..report.content import Content, report_content, write_report
 from ..report.tables import comparison_table, outcome_table, plan_lines, plan_table
+from .job import Job
+from .plan_run import PlannedRun, plan_run
 
 _WIDTH = 100
 """Columns if the output is not a terminal."""

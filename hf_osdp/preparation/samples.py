@@ -25,8 +25,8 @@ from ..modeling.batch import random_states_kept, with_row_length
 from ..modeling.identity import holds_datasets
 from ..modeling.replaced import replaced
 from ..planner.lengths import Lengths
-from ..preparation.config import OSDPConfig
-from .micro_batches import is_padded_left, lengths_of
+from ..sharding.micro_batches import is_padded_left, lengths_of, reason_against_lengths
+from .config import OSDPConfig
 
 _MAX_SAMPLES = 2**18
 """Most samples to read by their index."""
@@ -241,6 +241,13 @@ def with_length_of_inputs(config: OSDPConfig, model: nn.Module, *, known: bool =
     if config.inputs is None or config.sequence_length is not None:
         return config
     return replace(config, sequence_length=tokens_of(config.inputs(1)) or 1)
+
+
+def refuse_lengths(config: OSDPConfig, model: nn.Module) -> None:
+    """Refuse batch_by_tokens in a loop whose model cannot have it."""
+    reason = reason_against_lengths(model, compiles=config.compile)
+    if config.batch_by_tokens and reason is not None:
+        raise ValueError(f"batch_by_tokens=True cannot be used, since {reason}; leave it out.")
 
 
 def _preserve_random_states() -> AbstractContextManager[None]:
