@@ -19,7 +19,7 @@ from ..distributed.launcher import launched_world_size
 from ..distributed.process_group import host_barrier, prepare_group
 from ..distributed.said_once import say_uncaught_once
 from ..distributed.stop import Stopped
-from ..errors import OSDPError
+from ..errors import OSDPError, refuse_first
 from ..modeling.units import dtype_of
 from ..planner.training_job import Precision
 from ..preparation.beside import ModelsBeside
@@ -71,22 +71,18 @@ class OSDPAccelerator(AcceleratorPreparation):
         **kwargs: Any,
     ) -> None:
         say_uncaught_once()
-        if other := next((name for name in _REFUSED if kwargs.get(name) is not None), None):
-            raise ValueError(
-                f"{other} and OSDP both decide how the model is sharded; leave {other} out, or use accelerate's"
-                " Accelerator."
-            )
+        other = next((name for name in _REFUSED if kwargs.get(name) is not None), None)
         plugin, handlers = plugin_for(osdp, fsdp_plugin), list(kwargs_handlers or ())
+        hooks = {getattr(handler, "comm_hook", DDPCommunicationHookType.NO) for handler in handlers}
+        hook = next(iter(hooks - {DDPCommunicationHookType.NO}), None)
+        refuse_first({
+            f"{other} and OSDP both decide how the model is sharded; leave {other} out, or use accelerate's"
+            " Accelerator.": other is not None,
+            f"comm_hook={hook} is for DDP and has no effect under a plan; use OSDPConfig(communication='bf16').":
+                hook is not None,
+        })  # fmt: skip
         cpu = cpu or launch_request().use_cpu or not torch.accelerator.is_available()
         self._earlier_error = id(sys.exc_info()[1])  # being handled: of a training that failed before this one
-        hooks = {getattr(handler, "comm_hook", DDPCommunicationHookType.NO) for handler in handlers} - {
-            DDPCommunicationHookType.NO
-        }
-        if hooks:
-            raise ValueError(
-                f"comm_hook={hooks.pop()} is for DDP and has no effect under a plan; use"
-                " OSDPConfig(communication='bf16')."
-            )
         methods = {getattr(handler, "init_method", None) for handler in handlers}
         if methods <= {None, "env://"}:  # else the launcher's variables do not say where ranks meet
             prepare_group()
@@ -211,18 +207,16 @@ class OSDPAccelerator(AcceleratorPreparation):
 
 def plugin_for(osdp: OSDPConfig | Mapping[str, object] | None, plugin: object) -> OSDPPlugin:
     """Return the given plugin, else one for the `osdp` configuration or for the launcher's options."""
-    if plugin is None:
-        if osdp is None and launch_request().osdp is False:
-            raise ValueError(
-                "The launcher's file has osdp: false, but OSDPAccelerator always plans; use accelerate's Accelerator"
-                " instead."
-            )
-        return OSDPPlugin(osdp={} if osdp is None else osdp)
-    if not isinstance(plugin, OSDPPlugin):
-        raise ValueError(f"fsdp_plugin is a {type(plugin).__name__}; OSDPAccelerator needs an OSDPPlugin.")
-    if osdp is not None:
-        raise ValueError("Both osdp and fsdp_plugin were given; put the configuration into OSDPPlugin(osdp=...).")
-    return plugin
+    is_off = plugin is None and osdp is None and launch_request().osdp is False
+    refuse_first({
+        "The launcher's file has osdp: false, but OSDPAccelerator always plans; use accelerate's Accelerator instead.":
+            is_off,
+        f"fsdp_plugin is a {type(plugin).__name__}; OSDPAccelerator needs an OSDPPlugin.":
+            plugin is not None and not isinstance(plugin, OSDPPlugin),
+        "Both osdp and fsdp_plugin were given; put the configuration into OSDPPlugin(osdp=...).":
+            plugin is not None and osdp is not None,
+    })  # fmt: skip
+    return plugin if isinstance(plugin, OSDPPlugin) else OSDPPlugin(osdp={} if osdp is None else osdp)
 
 
 def precision_of(mixed_precision: str, policy: MixedPrecisionPolicy | None, *, single_process: bool) -> Precision:

@@ -45,15 +45,14 @@ def requested_options(
     """
     if osdp is False:
         return None
-    if osdp not in (None, True) and not isinstance(osdp, (OSDPConfig, Mapping)):
-        raise ValueError(
-            f"osdp={shown(osdp)} is of type {type(osdp).__name__}; use True, False, an OSDPConfig or a mapping of its"
-            " fields."
-        )
     fsdp_config = _fsdp_config(args)
     here, launched = fsdp_config.get("osdp"), launch_request().osdp
-    if here is not None and not isinstance(here, (bool, Mapping)):
-        raise ValueError(f"fsdp_config has osdp={shown(here)}; use true, false or a mapping of options.")
+    refuse_first({
+        f"osdp={shown(osdp)} is of type {type(osdp).__name__}; use True, False, an OSDPConfig or a mapping of its"
+        " fields.": osdp not in (None, True) and not isinstance(osdp, (OSDPConfig, Mapping)),
+        f"fsdp_config has osdp={shown(here)}; use true, false or a mapping of options.":
+            here is not None and not isinstance(here, (bool, Mapping)),
+    })  # fmt: skip
     if osdp is None and (here is False or (here is None and not (on_by_default if launched is None else launched))):
         return None
     _refuse_ignored(fsdp_config)
