@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -22,13 +22,10 @@ from ..modeling.replaced import replaced
 from ..planner.cost.evaluation import EvaluationLoop, Generation
 from ..preparation.evaluation import FittedEvaluation
 from ..preparation.job import Evaluation
-from ..preparation.samples import find_batches, row_tokens
+from ..preparation.samples import Batches, find_batches, row_tokens
 from ..sharding.micro_batches import micro_batches, reason_against_cuts
 from .trainer_arguments import parts_of_batch
 from .trainer_loss import MicroBatchRule, traced_prediction
-
-if TYPE_CHECKING:
-    from ..preparation.samples import Batches
 
 _KNOWN_STEPS = ("transformers", "trl", "hf_osdp")
 """Packages whose prediction steps are a forward, of which the loop keeps outputs."""
@@ -49,7 +46,7 @@ def evaluation_of(trainer: Any, rule: MicroBatchRule, dataset: Any, collator: An
     if not all(all_gather_objects(known and found is not None and isinstance(found(1), Mapping))):
         return None
     assert found is not None and length is not None
-    batches: Batches = found.with_rows(length)
+    batches = found.with_rows(length)
     keeps = (trainer.compute_metrics is not None or args.do_predict) and not args.prediction_loss_only
     generates = keeps and getattr(args, "predict_with_generate", False)
     generation = generation_of(trainer, length) if generates else None
@@ -58,8 +55,8 @@ def evaluation_of(trainer: Any, rule: MicroBatchRule, dataset: Any, collator: An
     sizes = [
         len(one) for one in (dataset.values() if isinstance(dataset, dict) else [dataset]) if isinstance(one, Sized)
     ]
-    stands_in = trainer.eval_dataset is None and trainer.train_dataset is not None
-    if stands_in:  # training samples for those to predict, which come later
+    if trainer.eval_dataset is None and trainer.train_dataset is not None:
+        # training samples for those to predict, which come later
         sizes = [args.eval_batch_size * args.world_size]
     return Evaluation(
         loop=replace(evaluation_loop(args, max(sizes, default=None), keeps=keeps), generation=generation),
