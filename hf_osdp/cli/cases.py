@@ -203,8 +203,9 @@ class Case:
     @cached_property
     def found(self) -> FoundPlan:
         """The plan that a run would find, with its problem."""
-        from ..integrations.micro_batches import reason_against_lengths, refuse_lengths
         from ..preparation.find_plan import find_plan
+        from ..preparation.samples import refuse_lengths
+        from ..sharding.micro_batches import reason_against_lengths
 
         refuse_lengths(self.config, self.model)
         reason = reason_against_lengths(self.model, compiles=self.config.compile)

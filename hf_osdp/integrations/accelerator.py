@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate.utils import DDPCommunicationHookType
+from accelerate.state import AcceleratorState
+from accelerate.utils import DDPCommunicationHookType, DynamoBackend
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..checkpoint.writer import CheckpointWriter
 from ..distributed.launcher import launched_world_size
 from ..distributed.process_group import host_barrier, prepare_group
 from ..distributed.said_once import say_uncaught_once
 from ..distributed.stop import Stopped
-from ..errors import OSDPError
+from ..errors import OSDPError, refuse_first
+from ..modeling.units import dtype_of
+from ..planner.training_job import Precision
+from ..preparation.beside import ModelsBeside
 from ..preparation.config import OSDPConfig
 from ..sharding.gradients import clip_grad_norm_
+from ..sharding.micro_batches import parts_of_step
 from ..sharding.state import full_state_dict
 from ..sharding.steps import micro_step
 from .accelerator_preparation import AcceleratorPreparation
-from .beside import ModelsBeside
 from .launch import launch_request
-from .micro_batches import parts_of_step
-from .plugin import plugin_for, precision_of, with_dynamo
+from .plugin import OSDPPlugin
 
 _REFUSED = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
 """Arguments of `Accelerator` that decide how the model is sharded."""
@@ -66,22 +71,18 @@ class OSDPAccelerator(AcceleratorPreparation):
         **kwargs: Any,
     ) -> None:
         say_uncaught_once()
-        if other := next((name for name in _REFUSED if kwargs.get(name) is not None), None):
-            raise ValueError(
-                f"{other} and OSDP both decide how the model is sharded; leave {other} out, or use accelerate's"
-                " Accelerator."
-            )
+        other = next((name for name in _REFUSED if kwargs.get(name) is not None), None)
         plugin, handlers = plugin_for(osdp, fsdp_plugin), list(kwargs_handlers or ())
+        hooks = {getattr(handler, "comm_hook", DDPCommunicationHookType.NO) for handler in handlers}
+        hook = next(iter(hooks - {DDPCommunicationHookType.NO}), None)
+        refuse_first({
+            f"{other} and OSDP both decide how the model is sharded; leave {other} out, or use accelerate's"
+            " Accelerator.": other is not None,
+            f"comm_hook={hook} is for DDP and has no effect under a plan; use OSDPConfig(communication='bf16').":
+                hook is not None,
+        })  # fmt: skip
         cpu = cpu or launch_request().use_cpu or not torch.accelerator.is_available()
         self._earlier_error = id(sys.exc_info()[1])  # being handled: of a training that failed before this one
-        hooks = {getattr(handler, "comm_hook", DDPCommunicationHookType.NO) for handler in handlers} - {
-            DDPCommunicationHookType.NO
-        }
-        if hooks:
-            raise ValueError(
-                f"comm_hook={hooks.pop()} is for DDP and has no effect under a plan; use"
-                " OSDPConfig(communication='bf16')."
-            )
         methods = {getattr(handler, "init_method", None) for handler in handlers}
         if methods <= {None, "env://"}:  # else the launcher's variables do not say where ranks meet
             prepare_group()
@@ -155,12 +156,8 @@ class OSDPAccelerator(AcceleratorPreparation):
             optimizer.step()
         ```
         """
-
-        def context(is_last: bool) -> AbstractContextManager[None]:
-            return nullcontext() if is_last else self.no_sync(model)
-
         self._waits_for_cuts = False
-        return parts_of_step(self._planned, model, batches, context)
+        return parts_of_step(model, batches, self._planned.plan, self._planned.budget)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return the context of a micro-step that is not the last; the plan decides which gradients are reduced in
@@ -206,3 +203,52 @@ class OSDPAccelerator(AcceleratorPreparation):
                 "Gradients cannot be clipped before the last micro-step reduces them; clip only if"
                 " accelerator.sync_gradients."
             )
+
+
+def plugin_for(osdp: OSDPConfig | Mapping[str, object] | None, plugin: object) -> OSDPPlugin:
+    """Return the given plugin, else one for the `osdp` configuration or for the launcher's options."""
+    is_off = plugin is None and osdp is None and launch_request().osdp is False
+    refuse_first({
+        "The launcher's file has osdp: false, but OSDPAccelerator always plans; use accelerate's Accelerator instead.":
+            is_off,
+        f"fsdp_plugin is a {type(plugin).__name__}; OSDPAccelerator needs an OSDPPlugin.":
+            plugin is not None and not isinstance(plugin, OSDPPlugin),
+        "Both osdp and fsdp_plugin were given; put the configuration into OSDPPlugin(osdp=...).":
+            plugin is not None and osdp is not None,
+    })  # fmt: skip
+    return plugin if isinstance(plugin, OSDPPlugin) else OSDPPlugin(osdp={} if osdp is None else osdp)
+
+
+def precision_of(mixed_precision: str, policy: MixedPrecisionPolicy | None, *, single_process: bool) -> Precision:
+    """Return the precision of the user's policy if there is one, else of FSDP2, or of autocast if `single_process`."""
+    named = Precision.named(mixed_precision, autocast=single_process)
+    if policy is None:
+        return named
+    compute, reduce = (
+        None if dtype is None else dtype_of(dtype) for dtype in (policy.param_dtype, policy.reduce_dtype)
+    )
+    if single_process and compute is not named.compute:
+        computes = "each parameter's dtype" if compute is None else compute.value
+        raise ValueError(
+            f"mixed_precision_policy computes in {computes}, but a single process computes as"
+            f" mixed_precision={mixed_precision!r} says; make them agree."
+        )
+    return Precision(compute=compute, reduce=reduce, autocast=named.autocast)
+
+
+def with_dynamo(config: OSDPConfig, state: AcceleratorState) -> OSDPConfig:
+    """Let the plan compile blocks if dynamo was requested; Accelerate would compile the whole model."""
+    dynamo = state.dynamo_plugin
+    if dynamo.backend == DynamoBackend.NO or dynamo.disable:
+        return config
+    stock = {"backend": "inductor", "mode": "default", "fullgraph": False, "dynamic": None, "options": None}
+    asked = {
+        "backend": dynamo.backend.value.lower(), "mode": dynamo.mode or "default", "fullgraph": bool(dynamo.fullgraph),
+        "dynamic": dynamo.dynamic, "options": dynamo.options or None,
+    }  # fmt: skip
+    if refused := [f"{name}={value!r}" for name, value in asked.items() if value != stock[name]]:
+        raise ValueError(
+            f"torch.compile with {', '.join(refused)} cannot be planned; use inductor with its defaults, or leave it"
+            " out."
+        )
+    return replace(config, compile=True)

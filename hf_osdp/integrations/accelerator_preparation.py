@@ -5,40 +5,51 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, ProjectConfiguration, TorchDynamoPlugin
+from accelerate.utils import DistributedType, TorchDynamoPlugin
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ..errors import refuse_first
+from ..distributed.mesh import world_size
 from ..measurement.step_meter import Observation, StepMeter
-from ..modeling.batch import Inputs
 from ..modeling.build import checkpoint_blocks
 from ..modeling.replaced import replaced
 from ..modeling.units import refuse_changed
-from ..planner.optimizers import upper_bound
 from ..planner.plan import Plan
 from ..planner.training_job import OptimizerSpec, Precision
+from ..preparation.announce import announce_result, plan_and_announce
+from ..preparation.beside import ModelsBeside
 from ..preparation.config import OSDPConfig
-from ..preparation.job import Job, RunFolder
 from ..preparation.out_of_memory import OutOfMemoryHandler
 from ..preparation.plan_run import PlannedRun
-from ..sharding.environment import form_process_group, prepare_model, uses_host
+from ..sharding.apply import apply_plan, refuse_hooks
+from ..sharding.environment import (
+    apply_tied,
+    form_process_group,
+    move_to_device,
+    mp_policy,
+    prepare_model,
+    uses_host,
+)
 from ..sharding.gradients import OSDPGradScaler
-from ..sharding.optimizer import spec_of_optimizer
-from ..sharding.optimizer_steps import bind_optimizer, reason_against_unit_steps
+from ..sharding.optimizer_steps import (
+    bind_optimizer,
+    parameter_names,
+    rebind_parameters,
+    release_parameters,
+    step_by_device,
+    step_on_shards,
+)
+from ..sharding.optimizers import bare_optimizer, kind_of
 from ..sharding.replicas import is_under_plan
-from .announce import announce_result, plan_and_announce
-from .beside import ModelsBeside
+from ..sharding.state import free_gathered, load_full_state_dict
 from .checkpoints import AcceleratorCheckpoints
-from .micro_batches import refuse_lengths
+from .loop_facts import batch_size, for_accumulation, job_of_loop
 from .plugin import OSDPPlugin, refuse_compiled
-from .samples import Batches, batches_of_loader, lengths_of_loader, with_length_of_inputs
-from .sharding import apply_plan_unsharded, prepare_late_optimizers, shard_model
 
 T = TypeVar("T")
 
@@ -83,12 +94,10 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
             ValueError: a size is not known, or sizes contradict each other.
             InfeasibleError: no plan meets the memory limit.
         """
-        sizes: dict[str, Any] = {"sequence_length": sequence_length, "global_batch_size": global_batch_size}
-        refuse_compiled(model)
-        config = replace(self.config, **{name: value for name, value in sizes.items() if value})
-        plan = self._make_plan(model, config, [optimizer])
-        self.gradient_accumulation_steps = 1 if config.batch_by_tokens else plan.accumulation_steps
-        return plan
+        sizes = {"sequence_length": sequence_length, "global_batch_size": global_batch_size}
+        config = replace(self.config, **{name: value for name, value in sizes.items() if value})  # type: ignore[arg-type]
+        self.gradient_accumulation_steps = self._make_plan(model, config, [optimizer])
+        return self._planned.plan
 
     def use_plan(self, run: PlannedRun) -> None:
         """Use this plan in `prepare`; `no_sync`, not Accelerate, then decides when gradients are reduced.
@@ -103,103 +112,27 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
             self._distribute(DistributedType.FSDP)
         self.gradient_state.plugin_kwargs["sync_each_batch"] = False
 
-    def _for_loader(
-        self, config: OSDPConfig, loader: DataLoader[Any], model: nn.Module
-    ) -> tuple[OSDPConfig, Inputs | None]:
-        """Return the options with the sizes of the training loader's batches, and these batches."""
-        inputs, length = batches_of_loader(loader, model, config.sequence_length)
-        size, micro, global_batch = self._batch_size(loader), config.micro_batch_size, config.global_batch_size
-        if config.batch_by_tokens and self.gradient_accumulation_steps != 1:
-            raise ValueError(
-                f"gradient_accumulation_steps={self.gradient_accumulation_steps}, but with batch_by_tokens=True each"
-                " batch is a whole step; set it to 1."
-            )
-        if not config.batch_by_tokens and micro not in (None, size):
-            raise ValueError(f"micro_batch_size={micro}, but the DataLoader's batches hold {size}; make them agree.")
-        if size is not None:
-            samples = size * self.num_processes * self.gradient_accumulation_steps
-            if global_batch not in (None, samples):
-                raise ValueError(
-                    f"global_batch_size={global_batch}, but batches of {size} on {self.num_processes} processes with"
-                    f" {self.gradient_accumulation_steps} accumulation steps make {samples}; make them agree."
-                )
-            global_batch = samples
-        micro = micro if config.batch_by_tokens else size
-        config = replace(config, sequence_length=length, micro_batch_size=micro, global_batch_size=global_batch)
-        return config, inputs
-
     def _make_plan(
         self,
         model: nn.Module,
         config: OSDPConfig,
         optimizers: Sequence[torch.optim.Optimizer | OptimizerSpec | None],
         loader: DataLoader[Any] | None = None,
-    ) -> Plan:
-        """Make the plan for the batches of the training loader, or without one for those of the configuration; print
-        it and use it.
-        """
-        config, inputs = (config, None) if loader is None else self._for_loader(config, loader, model)
-        config = with_length_of_inputs(config, model, known=inputs is not None)
-        refuse_lengths(config, model)
-        refuse_first({
-            "The sequence length is not known; give OSDPConfig(sequence_length=...) or accelerator.plan(...).":
-                config.sequence_length is None,
-            "The batch size is not known; give prepare a DataLoader, or give OSDPConfig(global_batch_size=...).":
-                config.global_batch_size is None,
-        })  # fmt: skip
-        if self.gradient_state.plugin_kwargs.get("sync_each_batch", False):
-            config = replace(config, reduce_every_micro_step=True)
-        made = _of_type(optimizers, torch.optim.Optimizer)
-        job = Job(
-            config=config,
-            world_size=self.num_processes,
-            device_type=self.device.type,
-            precision=self.precision,
-            optimizer=upper_bound(
-                [
-                    one if isinstance(one, OptimizerSpec) else spec_of_optimizer(one, device_type=self.device.type)
-                    for one in optimizers or [None]
-                ]
-            ),
-            inputs=inputs,
-            cuts_by_length=bool(config.batch_by_tokens),
-            inputs_of_length=inputs.with_rows if isinstance(inputs, Batches) else None,
-            lengths=None if loader is None else lengths_of_loader(loader, config.sequence_length),
-            holds_outputs=True,  # as the usual loop does: `out = model(**batch); accelerator.backward(out.loss)`
-            activation_checkpointing=bool(self.plugin.activation_checkpointing),
-            against_unit_steps=next(filter(None, map(reason_against_unit_steps, made)), None),
-            trains=any(optimizers),
-            **self.beside.facts(model),
-            folder=project_folder(self.project_configuration),
-        )
+    ) -> int:
+        """Make the plan, print it and use it; return its accumulation steps."""
+        job = job_of_loop(self, model, config, optimizers, loader)
         prepare_model(model, job.precision)
         run = plan_and_announce(model, job)
         self.use_plan(run)
-        self._waits_for_loader, self._waits_for_cuts = loader is None, bool(config.batch_by_tokens)
-        return run.plan
+        self._waits_for_loader, self._waits_for_cuts = loader is None, job.cuts_by_length
+        return 1 if job.cuts_by_length else run.plan.accumulation_steps
 
-    def _plan_for_loop(
-        self, model: nn.Module, config: OSDPConfig, optimizers: Sequence[torch.optim.Optimizer],
-        loader: DataLoader[Any] | None = None,
-    ) -> None:  # fmt: skip
-        """Make the plan for a loader, else for the loop's accumulation, which a given plan or micro-batch size sets
-        where the loop leaves it at 1.
+    def _plan_for_accumulation(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Make the plan for the loop's accumulation, which a given plan or micro-batch size sets where the loop leaves
+        it at 1.
         """
-        if loader is not None:
-            self._make_plan(model, config, optimizers, loader)
-            return
-        steps, samples = self.gradient_accumulation_steps, config.global_batch_size
-        by_tokens = config.batch_by_tokens
-        if samples is not None and config.plan is None and config.micro_batch_size is None and not by_tokens:
-            size, rest = divmod(samples, self.num_processes * steps)
-            if rest:
-                raise ValueError(
-                    f"global_batch_size={samples} is not a multiple of {self.num_processes} processes x {steps}"
-                    " accumulation steps; make them agree."
-                )
-            config = replace(config, micro_batch_size=size)
-        plan = self._make_plan(model, config, optimizers)
-        planned = 1 if by_tokens else plan.accumulation_steps
+        steps = self.gradient_accumulation_steps
+        planned = self._make_plan(model, for_accumulation(self.config, self), optimizers)
         if steps not in (1, planned):
             raise ValueError(
                 f"gradient_accumulation_steps={steps}, but the plan accumulates {planned} micro-batches; make them"
@@ -207,18 +140,12 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
             )
         self.gradient_accumulation_steps = planned
 
-    def _batch_size(self, loader: DataLoader[Any]) -> int | None:
-        """Return the samples per process in one batch of a loader; None if the loader does not say."""
-        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-        return size if size is None or not self.split_batches else size // self.num_processes
-
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:  # noqa: ANN401  as stock
         """Prepare as `Accelerator.prepare`; a model may also come without an optimizer, for evaluation."""
-        config, objects = self.config, list(args)
-        for given in _of_type(args, nn.Module):
-            refuse_compiled(given)
-        models, loaders = _of_type(objects, nn.Module), _of_type(objects, DataLoader)
-        optimizers = _of_type(objects, torch.optim.Optimizer)
+        models, loaders = _of_type(args, nn.Module), _of_type(args, DataLoader)
+        optimizers = _of_type(args, torch.optim.Optimizer)
+        for model in models:
+            refuse_compiled(model)
         known = {id(model) for model in (*self._models, *models)}
         if self.is_fsdp2 and models and len(known) > 1:
             raise ValueError(
@@ -226,27 +153,28 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
                 " of one model, or move"
                 " a model that is not trained to accelerator.device by hand."
             )
-        self._check_loader(*loaders[:1])
-        if models and not is_under_plan(models[0]):
-            if self.planned_run is None:
-                self._plan_for_loop(models[0], config, optimizers, *loaders[:1])
-            if not self.is_fsdp2:
-                self._apply_plan(models[0], optimizers)
+        if loaders and self._waits_for_loader:
+            self._check_loader(loaders[0])
+        if models:
+            if self.planned_run is None and not is_under_plan(models[0]):
+                if loaders:
+                    self._make_plan(models[0], self.config, optimizers, loaders[0])
+                else:
+                    self._plan_for_accumulation(models[0], optimizers)
+            self._apply_plan(models[0], optimizers)
         if not models or not self.is_fsdp2 or optimizers:
-            result = super().prepare(*objects, device_placement=device_placement)
+            result = super().prepare(*args, device_placement=device_placement)
         else:
-            prepared = self._prepare_fsdp2(*objects)
+            prepared = self._prepare_fsdp2(*args)
             result = prepared if len(prepared) > 1 else prepared[0]
         if optimizers and self._models and self.planned_run is not None:
-            self._compare_training(objects)
+            self._compare_training(args)
             self._bind_optimizers(optimizers, self.planned_run)
         return result
 
-    def _check_loader(self, loader: DataLoader[Any] | None = None) -> None:
+    def _check_loader(self, loader: DataLoader[Any]) -> None:
         """Refuse the first loader, which is for training, with another batch size than the plan's."""
-        if loader is None or not self._waits_for_loader:
-            return
-        size, plan = self._batch_size(loader), self._planned.plan
+        size, plan = batch_size(self, loader), self._planned.plan
         planned = plan.samples_per_rank if self.config.batch_by_tokens else plan.micro_batch_size
         if size not in (None, planned):
             raise ValueError(
@@ -303,11 +231,10 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         return result
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
-        """Shard the model by the plan and give the optimizers its new parameters, found by name."""
+        """Prepare all but the model, which is under its plan already."""
         result = [o if isinstance(o, nn.Module) else self._prepare_one(o, first_pass=True) for o in args]
         result = [o if isinstance(o, nn.Module) else self._prepare_one(o) for o in result]
         for model in _of_type(result, nn.Module):
-            self._apply_plan(model, _of_type(result, torch.optim.Optimizer))
             if not any(known is model for known in self._models):
                 self._models.append(model)
             model._is_accelerate_prepared = True  # type: ignore[assignment]
@@ -349,10 +276,80 @@ def _of_type(objects: Iterable[Any], cls: type[T]) -> list[T]:
     return [o for o in objects if isinstance(o, cls)]
 
 
-def project_folder(project: ProjectConfiguration) -> RunFolder | None:
-    """Return the folder that an Accelerate loop writes; None without a folder."""
-    if project.project_dir is None:
-        return None
-    if not project.automatic_checkpoint_naming:
-        return RunFolder(path=project.project_dir, saves=False)
-    return RunFolder(path=Path(project.project_dir) / "checkpoints")
+def shard_model(
+    model: nn.Module,
+    run: PlannedRun,
+    plugin: OSDPPlugin,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    device: torch.device,
+) -> None:
+    """Apply the plan to the model with rank 0's weights, and give the optimizers its sharded parameters, or refuse
+    them. Collective.
+    """
+    for optimizer in optimizers:
+        kind_of(optimizer).needs_whole()  # refuses those that no plan can train
+    refuse_hooks(model)
+    names = parameter_names(model)
+    for optimizer in optimizers:
+        release_parameters(optimizer, names)
+    weights = _detach_weights(model) if plugin.cpu_ram_efficient_loading and world_size() > 1 else None
+    apply_plan(
+        model, run.plan, run.units,
+        mp_policy=plugin.mixed_precision_policy or mp_policy(run.inputs.job.precision),
+    )  # fmt: skip
+    if weights is not None:
+        _load_from_rank_zero(model, weights, device)
+    else:
+        move_to_device(model, device)  # FSDP2 moves only what it shards
+    for optimizer in optimizers:
+        rebind_parameters(optimizer, names, model)
+
+
+def apply_plan_unsharded(model: nn.Module, run: PlannedRun, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Apply the parts of a plan that need no FSDP2 to the model of a single process, as recomputed blocks."""
+    apply_plan(model, run.plan, run.units)
+    for optimizer in optimizers:
+        if kind_of(optimizer).has_plain_states:
+            step_by_device(bare_optimizer(optimizer))
+
+
+def prepare_late_optimizers(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
+    """Prepare optimizers made after the plan was applied to their model, for example after an evaluation, or refuse
+    them.
+    """
+    free_gathered(model)
+    known = {id(parameter) for parameter in model.parameters()}
+    if unknown := sum(
+        id(p) not in known for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+    ):
+        raise ValueError(
+            f"The optimizer holds {unknown} parameters that are not the sharded model's; make it before the first"
+            " forward,"
+            " or prepare model and optimizer together."
+        )
+    for optimizer in optimizers:
+        step_on_shards(optimizer, model)
+
+
+def _detach_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Move the model to the meta device, so that ranks allocate only shards; return its weights, non-persistent
+    buffers included.
+    """
+    persistent = set(model.state_dict())
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name not in persistent}
+    weights = {name: value.detach() for name, value in (*model.state_dict().items(), *buffers.items())}
+    apply_tied(model, lambda tensor: tensor.to("meta"))
+    return weights
+
+
+def _load_from_rank_zero(model: nn.Module, weights: dict[str, torch.Tensor], device: torch.device) -> None:
+    others = {name for name, _ in model.named_buffers()} - set(model.state_dict())
+    move_to_device(model, device, empty=True)
+    # Weights of operators in slices have their Hugging Face names here, not the sharded model's names.
+    load_full_state_dict(model, {name: value for name, value in weights.items() if name not in others})
+    for name, buffer in model.named_buffers():
+        if name in others:
+            if dist.get_rank() == 0:
+                buffer.copy_(weights[name])
+            dist.broadcast(buffer, src=0)

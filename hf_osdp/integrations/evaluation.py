@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -22,14 +22,13 @@ from ..modeling.replaced import replaced
 from ..planner.cost.evaluation import EvaluationLoop, Generation
 from ..preparation.evaluation import FittedEvaluation
 from ..preparation.job import Evaluation
-from .micro_batches import micro_batches, reason_against_cuts
-from .samples import find_batches, row_tokens
-from .trainer_arguments import accelerator_config_of
+from ..preparation.samples import Batches, find_batches, row_tokens
+from ..sharding.micro_batches import micro_batches, reason_against_cuts
+from .trainer_arguments import parts_of_batch
 from .trainer_loss import MicroBatchRule, traced_prediction
 
-if TYPE_CHECKING:
-    from .samples import Batches
-
+_KNOWN_STEPS = ("transformers", "trl", "hf_osdp")
+"""Packages whose prediction steps are a forward, of which the loop keeps outputs."""
 Predicted = tuple[torch.Tensor | None, Any, Any]
 """Loss, outputs and labels of a batch."""
 
@@ -39,16 +38,15 @@ def evaluation_of(trainer: Any, rule: MicroBatchRule, dataset: Any, collator: An
     beforehand. Collective.
     """
     args, config = trainer.args, trainer.accelerator.config
-    found = None if dataset is None else find_batches(dataset, collator)
-    tokens = 0 if found is None else found.tokens or 1
-    if found is not None and not found.is_whole:
-        tokens = max(tokens, config.sequence_length or 0)
-    length = row_tokens(tokens, None)
-    known = found is not None and length is not None and isinstance(found(1), Mapping) and _has_known_steps(trainer)
-    if not all(all_gather_objects(known)):
+    found = find_batches(dataset, collator)
+    least = 0 if found is None or found.is_whole else config.sequence_length or 0
+    length = row_tokens(0 if found is None else max(found.tokens or 1, least), None)
+    own = next(cls for cls in type(trainer).__mro__ if "prediction_step" in vars(cls)).__module__
+    known = own.partition(".")[0] in _KNOWN_STEPS and length is not None
+    if not all(all_gather_objects(known and found is not None and isinstance(found(1), Mapping))):
         return None
     assert found is not None and length is not None
-    batches: Batches = found.with_rows(length)
+    batches = found.with_rows(length)
     keeps = (trainer.compute_metrics is not None or args.do_predict) and not args.prediction_loss_only
     generates = keeps and getattr(args, "predict_with_generate", False)
     generation = generation_of(trainer, length) if generates else None
@@ -57,8 +55,8 @@ def evaluation_of(trainer: Any, rule: MicroBatchRule, dataset: Any, collator: An
     sizes = [
         len(one) for one in (dataset.values() if isinstance(dataset, dict) else [dataset]) if isinstance(one, Sized)
     ]
-    stands_in = trainer.eval_dataset is None and trainer.train_dataset is not None
-    if stands_in:  # training samples for those to predict, which come later
+    if trainer.eval_dataset is None and trainer.train_dataset is not None:
+        # training samples for those to predict, which come later
         sizes = [args.eval_batch_size * args.world_size]
     return Evaluation(
         loop=replace(evaluation_loop(args, max(sizes, default=None), keeps=keeps), generation=generation),
@@ -73,20 +71,12 @@ def evaluation_of(trainer: Any, rule: MicroBatchRule, dataset: Any, collator: An
 
 def evaluation_loop(args: TrainingArguments, samples: int | None, *, keeps: bool) -> EvaluationLoop:
     """Return the loop over a number of samples, None if it is not known, as the arguments have it."""
-    parts = args.world_size if accelerator_config_of(args).split_batches else 1
-    size = args.eval_batch_size // parts
     samples = 2**40 if samples is None else max(1, samples)
-    size = min(size, samples)
+    size = min(args.eval_batch_size // parts_of_batch(args), samples)
     moved = 1 if args.batch_eval_metrics else args.eval_accumulation_steps
     return EvaluationLoop(
         batch_size=size, micro_batch_size=size, moved_after=moved, keeps_outputs=keeps, samples=samples
     )
-
-
-def _has_known_steps(trainer: Any) -> bool:  # noqa: ANN401
-    """Return whether prediction steps are those of transformers or TRL: a forward, of which the loop keeps outputs."""
-    own = next(cls for cls in type(trainer).__mro__ if "prediction_step" in vars(cls))
-    return own.__module__.partition(".")[0] in ("transformers", "trl", "hf_osdp")
 
 
 def generation_of(trainer: Any, prompt: int, new_tokens: int | None = None) -> Generation | None:  # noqa: ANN401

@@ -26,22 +26,21 @@ from ..planner.description import DType
 from ..planner.optimizers import spec_of_trainer_name
 from ..planner.plan import Plan
 from ..planner.training_job import OptimizerSpec, Precision
+from ..preparation.announce import announce_result, plan_and_announce
+from ..preparation.beside import ModelsBeside
 from ..preparation.config import OSDPConfig, merged_config
 from ..preparation.job import Job
 from ..preparation.out_of_memory import OutOfMemoryHandler
 from ..sharding.apply import apply_plan
 from ..sharding.environment import form_process_group, move_to_device, mp_policy, prepare_model, training_device
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
+from ..sharding.micro_batches import parts_of_step
 from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import bind_optimizer, prepare_new_optimizers
 from ..sharding.optimizers import kind_of
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.steps import micro_step
-from .announce import announce_result, plan_and_announce
-from .beside import ModelsBeside
-from .micro_batches import parts_of_step, refuse_lengths
-from .plugin import refuse_compiled
-from .samples import with_length_of_inputs
+from .loop_facts import loop_options
 
 
 class OptimalShardedDataParallel(nn.Module):
@@ -107,11 +106,8 @@ class OptimalShardedDataParallel(nn.Module):
         """
         super().__init__()
         say_uncaught_once()
-        refuse_compiled(model)
-        config = merged_config(config)
-        config = with_length_of_inputs(config, model)
+        config = loop_options(merged_config(config), model)
         _check(config, optimizer)
-        refuse_lengths(config, model)
         form_process_group(needed=False)
         precision, device = Precision.named(mixed_precision, autocast=world_size() == 1), training_device()
         prepare_model(model, precision)
@@ -194,11 +190,7 @@ class OptimalShardedDataParallel(nn.Module):
         Raises:
             OSDPError: a batch cannot be cut by rows.
         """
-
-        def context(is_last: bool) -> AbstractContextManager[None]:
-            return self.micro_step(is_last=is_last)
-
-        return parts_of_step(self._run, self.module, batches, context)
+        return parts_of_step(self.module, batches, self.plan, self._run.budget)
 
     def backward(self, loss: torch.Tensor, *, is_last: bool = True) -> None:
         """Run `loss.backward()` of one micro-batch within `micro_step`; divide the loss by the number of

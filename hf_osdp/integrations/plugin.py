@@ -7,19 +7,15 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from accelerate import FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState
-from accelerate.utils import DynamoBackend
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from ..distributed.launcher import variable
 from ..errors import refuse_first, shown
-from ..modeling.units import dtype_of
-from ..planner.training_job import Precision
 from ..preparation.config import OSDPConfig, merged_config
 from .launch import launch_request
 
@@ -97,41 +93,8 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
         """Leave the policy to the user: without one, the run's `Precision` says how to compute and reduce."""
 
 
-def plugin_for(osdp: OSDPConfig | Mapping[str, object] | None, plugin: object) -> OSDPPlugin:
-    """Return the given plugin, else one for the `osdp` configuration or for the launcher's options."""
-    if plugin is None:
-        if osdp is None and launch_request().osdp is False:
-            raise ValueError(
-                "The launcher's file has osdp: false, but OSDPAccelerator always plans; use accelerate's Accelerator"
-                " instead."
-            )
-        return OSDPPlugin(osdp={} if osdp is None else osdp)
-    if not isinstance(plugin, OSDPPlugin):
-        raise ValueError(f"fsdp_plugin is a {type(plugin).__name__}; OSDPAccelerator needs an OSDPPlugin.")
-    if osdp is not None:
-        raise ValueError("Both osdp and fsdp_plugin were given; put the configuration into OSDPPlugin(osdp=...).")
-    return plugin
-
-
 def writes_shards(plugin: FullyShardedDataParallelPlugin) -> bool:
     return "FULL" not in str(plugin.state_dict_type)
-
-
-def precision_of(mixed_precision: str, policy: MixedPrecisionPolicy | None, *, single_process: bool) -> Precision:
-    """Return the precision of the user's policy if there is one, else of FSDP2, or of autocast if `single_process`."""
-    named = Precision.named(mixed_precision, autocast=single_process)
-    if policy is None:
-        return named
-    compute, reduce = (
-        None if dtype is None else dtype_of(dtype) for dtype in (policy.param_dtype, policy.reduce_dtype)
-    )
-    if single_process and compute is not named.compute:
-        computes = "each parameter's dtype" if compute is None else compute.value
-        raise ValueError(
-            f"mixed_precision_policy computes in {computes}, but a single process computes as"
-            f" mixed_precision={mixed_precision!r} says; make them agree."
-        )
-    return Precision(compute=compute, reduce=reduce, autocast=named.autocast)
 
 
 def refuse_decided(options: Mapping[str, Any]) -> None:
@@ -161,21 +124,3 @@ def refuse_compiled(model: nn.Module) -> None:
             "torch.compile(model) was given; give the model itself, and OSDPConfig(compile=True), which compiles its"
             " blocks."
         )
-
-
-def with_dynamo(config: OSDPConfig, state: AcceleratorState) -> OSDPConfig:
-    """Let the plan compile blocks if dynamo was requested; Accelerate would compile the whole model."""
-    dynamo = state.dynamo_plugin
-    if dynamo.backend == DynamoBackend.NO or dynamo.disable:
-        return config
-    stock = {"backend": "inductor", "mode": "default", "fullgraph": False, "dynamic": None, "options": None}
-    asked = {
-        "backend": dynamo.backend.value.lower(), "mode": dynamo.mode or "default", "fullgraph": bool(dynamo.fullgraph),
-        "dynamic": dynamo.dynamic, "options": dynamo.options or None,
-    }  # fmt: skip
-    if refused := [f"{name}={value!r}" for name, value in asked.items() if value != stock[name]]:
-        raise ValueError(
-            f"torch.compile with {', '.join(refused)} cannot be planned; use inductor with its defaults, or leave it"
-            " out."
-        )
-    return replace(config, compile=True)

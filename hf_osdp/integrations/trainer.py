@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -26,27 +25,23 @@ from ..modeling.replaced import replaced
 from ..modeling.split.apply import only_loss_read
 from ..modeling.units import canonical_name
 from ..planner.plan import Plan
+from ..preparation.announce import plan_and_announce
 from ..preparation.config import OSDPConfig
 from ..preparation.evaluation import FittedEvaluation
 from ..preparation.plan_run import PlannedRun
 from ..sharding.between_steps import mixing_explained
 from ..sharding.environment import prepare_precision, prepare_to_plan
+from ..sharding.micro_batches import micro_batches, pad_token_of
 from ..sharding.state import free_gathered
 from ..sharding.unit_order import called_alone
 from .accelerator import OSDPAccelerator
-from .announce import plan_and_announce
 from .evaluation import Predicted, evaluating, predict_in_parts
-from .micro_batches import micro_batches, pad_token_of
-from .plugin import OSDPPlugin
 from .trainer_arguments import (
     planned_arguments,
-    plugin_options,
-    refuse_unsupported,
-    requested_options,
-    samples_of_step,
+    requested_plugin,
     warn,
 )
-from .trainer_checkpoints import Events, TrainerCheckpoints
+from .trainer_checkpoints import Events, TrainerCheckpoints, under_plan
 from .trainer_facts import job_of_trainer, refuse_changes
 from .trainer_loss import MicroBatchRule, adds_up
 
@@ -75,10 +70,8 @@ class Trainer(TrainerCheckpoints):
 
     _asked: OSDPConfig | Mapping[str, object] | bool | None = None
     """The argument `osdp`."""
-    _rule: MicroBatchRule | None = None
+    _rule: MicroBatchRule
     """What the plan's micro-batches may be; known with the plan."""
-    _cuts = False
-    """Whether steps are cut into micro-batches other than the batches that are loaded."""
     _evaluation: FittedEvaluation | None = None
     """How the evaluation in progress runs; None outside of one."""
     _waiting: list[dict[str, Any]]
@@ -93,8 +86,6 @@ class Trainer(TrainerCheckpoints):
         _check_order(cls, Trainer)
         if "osdp" not in inspect.signature(cls.__init__).parameters:
             cls.__init__ = _with_osdp_argument(cls.__init__)  # type: ignore[method-assign]
-        if any("_save" in vars(other) for other in cls.__mro__[: cls.__mro__.index(Trainer)]):
-            cls._save = _with_full_weights(cls._save)  # type: ignore[method-assign]
 
     def __init__(
         self, *args: Any, osdp: OSDPConfig | Mapping[str, object] | bool | None = None, **kwargs: Any
@@ -121,7 +112,6 @@ class Trainer(TrainerCheckpoints):
         """
         if self._run is not None:
             return self._run
-        assert self._osdp is not None
         if self._moves is not None:
             self._moves.remove()
         prepare_to_plan(self.model)
@@ -130,7 +120,6 @@ class Trainer(TrainerCheckpoints):
         prepare_precision(self.model, job.precision)
         with rule.explained():
             run = self._run = plan_and_announce(self.model, job)
-        self._planned_samples = samples_of_step(self.args)
         if self.args.auto_find_batch_size:
             warn(
                 self.args, "auto_find_batch_size=True was switched off: the plan sets %d samples at once on each"
@@ -141,7 +130,7 @@ class Trainer(TrainerCheckpoints):
         if self.place_model_on_device and not self.is_fsdp_enabled:
             super()._move_model_to_device(self.model, self.args.device)
         self._rule = rule
-        stop = self._stop if self._osdp.save_on_sigterm else None
+        stop = self._stop if job.config.save_on_sigterm else None
         self.callback_handler.call_event = Events(self.callback_handler.call_event, stop)  # type: ignore[method-assign]
         return run
 
@@ -151,10 +140,10 @@ class Trainer(TrainerCheckpoints):
         # transformers has switched off the model's own cache, not those of its parts
         switched = [] if self.args.use_cache else disable_cache(self.model)
         try:
-            with replaced(self.args, **planned_arguments(self.args, *self._loaded(run.plan))):
-                with replaced(self, _train_batch_size=self.args.train_batch_size):
-                    with replaced(self, _without_cache=[*self._without_cache, *switched]):
-                        yield
+            with replaced(self.args, **planned_arguments(self.args, *self._rule.loaded(run.plan))):
+                size, configs = self.args.train_batch_size, [*self._without_cache, *switched]
+                with replaced(self, _train_batch_size=size, _without_cache=configs):
+                    yield
         finally:
             for config in switched:
                 config.use_cache = True
@@ -165,24 +154,6 @@ class Trainer(TrainerCheckpoints):
             for config in self._without_cache:
                 stack.enter_context(replaced(config, use_cache=True))
             super()._save(output_dir, state_dict)
-
-    def _loaded(self, plan: Plan) -> tuple[int, int]:
-        """Return the samples of a batch that this rank loads, and how many it loads in a step: as the arguments say,
-        if steps are cut into the plan's micro-batches.
-        """
-        assert self._rule is not None
-        if not self._rule.cuts:
-            return plan.micro_batch_size, plan.accumulation_steps
-        samples = plan.micro_batch_size * plan.accumulation_steps
-        size = math.gcd(samples, self._rule.size)
-        return size, samples // size
-
-    def _validate_args(self) -> None:
-        """Validate as the stock Trainer, but accept an optimizer under FSDP: it receives the shards of its
-        parameters.
-        """
-        with replaced(self, is_fsdp_enabled=self.is_fsdp_enabled and self._osdp is None):
-            super()._validate_args()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move as the stock Trainer, but only after planning, which decides which units are kept on the host."""
@@ -198,34 +169,29 @@ class Trainer(TrainerCheckpoints):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create as the stock Trainer, with an `OSDPAccelerator` for the merged options if OSDP is on."""
-        options = requested_options(self._asked, self.args, on_by_default=self.on_by_default)
-        if options is None:
+        plugin = requested_plugin(self._asked, self.args, self.model, on_by_default=self.on_by_default)
+        if plugin is None:
             super().create_accelerator_and_postprocess()
             return
-        refuse_unsupported(self.args, self.model)
-        plugin, on_cpu = OSDPPlugin(osdp=options, **plugin_options(self.args)), self.args.device.type == "cpu"
-
-        def planning(**given: Any) -> OSDPAccelerator:
-            return OSDPAccelerator(**{**given, "fsdp_plugin": plugin, "cpu": on_cpu})
-
-        with replaced(transformers.trainer, Accelerator=planning):  # the stock Trainer has no argument for the class
+        own = {"fsdp_plugin": plugin, "cpu": self.args.device.type == "cpu"}
+        # the stock Trainer has no argument for the class
+        with replaced(transformers.trainer, Accelerator=lambda **given: OSDPAccelerator(**{**given, **own})):
             super().create_accelerator_and_postprocess()
         self._osdp = self.accelerator.config
         self.is_fsdp_enabled = False  # until the plan is made: others let the accelerator prepare their models
 
+    @under_plan
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create as the stock Trainer, after freeing parameters that an evaluation left gathered, so that it holds
         shards.
         """
-        if self._osdp is not None:
-            free_gathered(self.model if model is None else model)
+        free_gathered(self.model if model is None else model)
         return super().create_optimizer(model)
 
+    @under_plan
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
-        """Return False under a plan: the stock code for several meshes does not unscale fp16 gradients, the
-        accelerator does.
-        """
-        return False if self._osdp is not None else super()._has_mixed_mesh_grads(model)
+        """Return False: the stock code for several meshes does not unscale fp16 gradients, the accelerator does."""
+        return False
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as the stock Trainer; a user's call writes a loadable model even if checkpoints are sharded, unlike
@@ -235,8 +201,13 @@ class Trainer(TrainerCheckpoints):
             super().save_model(output_dir, _internal_call)
             return
         state = self.accelerator.get_state_dict(self.model)
-        folder, writes = output_dir or self.args.output_dir, self.args.should_save
-        on_every_rank(lambda: self._save(folder, state_dict=state) if writes else None)
+
+        def save() -> None:
+            if self.args.should_save:
+                with _full_weights(self.model, state):  # a subclass may write these instead of the state dict
+                    self._save(output_dir or self.args.output_dir, state_dict=state)
+
+        on_every_rank(save)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -252,18 +223,17 @@ class Trainer(TrainerCheckpoints):
 
         Until then batches wait, and their loss is 0.
         """
-        if not self._cuts:
+        run = self._run
+        if run is None or not self._rule.cuts_steps_of(run):
             return super().training_step(model, inputs, num_items_in_batch)
         self._waiting.append(inputs)
         if len(self._waiting) < self.current_gradient_accumulation_steps:
             return torch.zeros((), device=self.args.device)
-        assert self._run is not None and self._rule is not None
         batches, self._waiting = self._waiting, []
-        plan, means = self._run.plan, self._rule.averages or num_items_in_batch is None
-        pad_token = pad_token_of(model)
-        parts = micro_batches(batches, plan.micro_batch_size, self._run.budget, averages=means, pad_token=pad_token)
+        plan, means, pad_token = run.plan, self._rule.averages or num_items_in_batch is None, pad_token_of(model)
+        parts = micro_batches(batches, plan.micro_batch_size, run.budget, averages=means, pad_token=pad_token)
         # losses of batches that the stock Trainer adds up weigh as those of the arguments' size
-        scale = self._loaded(plan)[0] / self._rule.size if adds_up(self, num_items_in_batch) else 1.0
+        scale = self._rule.loaded(plan)[0] / self._rule.size if adds_up(self, num_items_in_batch) else 1.0
         losses, backward = [], self.accelerator.backward
         for number, (part, share) in enumerate(parts, 1):
             weight = share * scale if means else 1.0
@@ -274,19 +244,18 @@ class Trainer(TrainerCheckpoints):
                 losses.append(super().training_step(model, part, num_items_in_batch) * weight)
         return torch.stack(losses).sum()
 
+    @under_plan
     def compute_loss_context_manager(self) -> ExitStack:
         """Return the stock Trainer's context, which also explains an error of a loss that mixes shards with whole
         tensors.
         """
         context = super().compute_loss_context_manager()
-        if self._osdp is not None:
-            context.enter_context(mixing_explained(in_loss=True))
+        context.enter_context(mixing_explained(in_loss=True))
         return context
 
+    @under_plan
     def evaluation_loop(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Evaluate as the stock Trainer, under a plan: for training, or without data for that, for this loader."""
-        if self._osdp is None:
-            return super().evaluation_loop(dataloader, *args, **kwargs)
         require_all("Evaluating")
         run, alone = self._planned_run(dataloader), kwargs.get("prediction_loss_only", (*args, None, None)[1])
         keeps = not (self.args.prediction_loss_only if alone is None else alone)
@@ -309,6 +278,7 @@ class Trainer(TrainerCheckpoints):
         with only_loss_read(model) if prediction_loss_only else nullcontext():
             return predict_in_parts(self, step, inputs, self._evaluation)
 
+    @under_plan
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train as the stock Trainer; print estimate and measurement of the first steps, and write `osdp_report.json`.
 
@@ -320,16 +290,12 @@ class Trainer(TrainerCheckpoints):
             torch.OutOfMemoryError: names the unit, the sizes and a lower limit; not raised if `on_oom="replan"`
             restarts all ranks.
         """
-        if self._osdp is None:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
         if self._run is None and self.train_dataset is None:
             self.get_train_dataloader()  # raises as stock, unless a subclass makes its own
         run = self._planned_run()
         self.accelerator.project_configuration.project_dir = self.args.output_dir  # for the report
-        refuse_changes(self.args, run, self._planned_samples)
+        refuse_changes(self.args, run, self._rule.samples)
         self._requested_batch_size = self.args.per_device_train_batch_size
-        as_loaded = self._loaded(run.plan) == (run.plan.micro_batch_size, run.plan.accumulation_steps)
-        self._cuts = run.budget is not None or not as_loaded
         try:
             with self._as_planned(run), self.accelerator.out_of_memory_explained(), mixing_explained(in_loss=False):
                 output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
@@ -394,22 +360,6 @@ def _with_osdp_argument(init: Callable[..., None]) -> Callable[..., None]:
         init(self, *args, **kwargs)
 
     return taking
-
-
-def _with_full_weights(save: Callable[..., None]) -> Callable[..., None]:
-    """Return a `_save` that sees full weights in the model, since it may write these instead of the state dict that
-    it receives.
-    """
-
-    @functools.wraps(save)
-    def saving(self: Any, output_dir: str | None = None, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:  # noqa: ANN401
-        if self._osdp is None or not state_dict:
-            save(self, output_dir, state_dict)
-            return
-        with _full_weights(self.model, state_dict):
-            save(self, output_dir, state_dict)
-
-    return saving
 
 
 @contextmanager

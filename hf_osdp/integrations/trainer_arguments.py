@@ -14,7 +14,7 @@ from ..errors import refuse_first, shown
 from ..preparation.config import OSDPConfig, stated_options
 from ..reading import read_json
 from .launch import launch_request
-from .plugin import TAKEN, compiled_modules, refuse_decided
+from .plugin import TAKEN, OSDPPlugin, compiled_modules, refuse_decided
 
 _log = logging.getLogger(__name__)
 _ADDED_BY_TRANSFORMERS = {
@@ -45,15 +45,14 @@ def requested_options(
     """
     if osdp is False:
         return None
-    if osdp not in (None, True) and not isinstance(osdp, (OSDPConfig, Mapping)):
-        raise ValueError(
-            f"osdp={shown(osdp)} is of type {type(osdp).__name__}; use True, False, an OSDPConfig or a mapping of its"
-            " fields."
-        )
     fsdp_config = _fsdp_config(args)
     here, launched = fsdp_config.get("osdp"), launch_request().osdp
-    if here is not None and not isinstance(here, (bool, Mapping)):
-        raise ValueError(f"fsdp_config has osdp={shown(here)}; use true, false or a mapping of options.")
+    refuse_first({
+        f"osdp={shown(osdp)} is of type {type(osdp).__name__}; use True, False, an OSDPConfig or a mapping of its"
+        " fields.": osdp not in (None, True) and not isinstance(osdp, (OSDPConfig, Mapping)),
+        f"fsdp_config has osdp={shown(here)}; use true, false or a mapping of options.":
+            here is not None and not isinstance(here, (bool, Mapping)),
+    })  # fmt: skip
     if osdp is None and (here is False or (here is None and not (on_by_default if launched is None else launched))):
         return None
     _refuse_ignored(fsdp_config)
@@ -84,6 +83,23 @@ def _refuse_ignored(fsdp_config: Mapping[str, Any]) -> None:
     })  # fmt: skip
 
 
+def requested_plugin(
+    osdp: OSDPConfig | Mapping[str, object] | bool | None,
+    args: TrainingArguments,
+    model: nn.Module | None,
+    *,
+    on_by_default: bool,
+) -> OSDPPlugin | None:
+    """Return the plugin with all that a Trainer is given, or refuse what no plan can be made for; None for the stock
+    Trainer.
+    """
+    options = requested_options(osdp, args, on_by_default=on_by_default)
+    if options is None:
+        return None
+    refuse_unsupported(args, model)
+    return OSDPPlugin(osdp=options, **plugin_options(args))
+
+
 def plugin_options(args: TrainingArguments) -> dict[str, Any]:
     stated = {**(args.fsdp_plugin_args or {}), **({} if args.fsdp else _fsdp_config(args))}
     return {name: stated[name] for name in TAKEN if name in stated}
@@ -91,23 +107,27 @@ def plugin_options(args: TrainingArguments) -> dict[str, Any]:
 
 def samples_of_step(args: TrainingArguments) -> int:
     """Return the samples of one optimizer step over all processes; `split_batches` divides each batch among them."""
-    batch, splits = args.per_device_train_batch_size, accelerator_config_of(args).split_batches
-    if splits and batch % args.world_size:
+    batch, parts = args.per_device_train_batch_size, parts_of_batch(args)
+    if batch % parts:
         raise ValueError(
-            f"split_batches=True cannot split batches of {batch} over {args.world_size} processes; use a"
-            " per_device_train_batch_size"
-            f" that is a multiple of {args.world_size}."
+            f"split_batches=True cannot split batches of {batch} over {parts} processes; use a"
+            f" per_device_train_batch_size that is a multiple of {parts}."
         )
-    return batch * args.gradient_accumulation_steps * (1 if splits else args.world_size)
+    return batch * args.gradient_accumulation_steps * args.world_size // parts
+
+
+def parts_of_batch(args: TrainingArguments) -> int:
+    """Return over how many processes a batch of the arguments' size is split."""
+    assert isinstance(args.accelerator_config, AcceleratorConfig)
+    return args.world_size if args.accelerator_config.split_batches else 1
 
 
 def planned_arguments(args: TrainingArguments, size: int, count: int) -> dict[str, object]:
     """Return the arguments with which the stock Trainer loads batches of `size` samples for each process, `count` of
     them in a step, and neither searches for a batch size nor compiles the whole model.
     """
-    parts = args.world_size if accelerator_config_of(args).split_batches else 1
     return {
-        "per_device_train_batch_size": size * parts,
+        "per_device_train_batch_size": size * parts_of_batch(args),
         "gradient_accumulation_steps": count,
         "auto_find_batch_size": False,
         "torch_compile": False,
@@ -126,11 +146,6 @@ def refuse_unsupported(args: TrainingArguments, model: nn.Module | None) -> None
         "The Trainer was given torch.compile(model); give it the model itself, and torch_compile=True in its"
         " arguments.": model is not None and compiled_modules(model),
     })  # fmt: skip
-
-
-def accelerator_config_of(args: TrainingArguments) -> AcceleratorConfig:
-    assert isinstance(args.accelerator_config, AcceleratorConfig)
-    return args.accelerator_config
 
 
 def _fsdp_config(args: TrainingArguments | None) -> dict[str, Any]:

@@ -4,11 +4,12 @@ ranks; also on SIGTERM.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import transformers.trainer
 from torch import nn
@@ -53,6 +54,22 @@ together.
 """
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def under_plan(method: Method) -> Method:
+    """Let a method of our Trainer run under a plan; while OSDP is off, the one that it overrides runs."""
+
+    @functools.wraps(method)
+    def chosen(self: TrainerCheckpoints, *args: Any, **kwargs: Any) -> object:
+        if self._osdp is not None:
+            return method(self, *args, **kwargs)
+        owner = next(cls for cls in type(self).__mro__ if vars(cls).get(method.__name__) is chosen)
+        return getattr(super(owner, self), method.__name__)(*args, **kwargs)
+
+    return chosen  # type: ignore[return-value]
+
+
 class TrainerCheckpoints(transformers.Trainer):
     model: Any
     optimizer: Any
@@ -65,11 +82,9 @@ class TrainerCheckpoints(transformers.Trainer):
     _files: FileSystem | None = None
     """The file system for shards of the checkpoint that is being saved; None outside of our saving."""
 
+    @under_plan
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         """Save as the stock Trainer, into a hidden folder that is renamed when it is complete."""
-        if self._osdp is None:
-            super()._save_checkpoint(model, trial)
-            return
         run_dir = Path(self._get_output_dir(trial))
         folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
@@ -127,14 +142,12 @@ class TrainerCheckpoints(transformers.Trainer):
     def _writes_shards(self) -> bool:
         return self.is_fsdp_enabled and writes_shards(self.accelerator.plugin)
 
+    @under_plan
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load as the stock Trainer, with optimizer states from any layout."""
-        if self._osdp is None or checkpoint is None:
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        folder = Path(checkpoint)
-        load_optimizer(folder, self.model, self.optimizer)
-        load_plain(folder / transformers.trainer.SCHEDULER_NAME, self.lr_scheduler)
+        if checkpoint is not None:
+            load_optimizer(Path(checkpoint), self.model, self.optimizer)
+            load_plain(Path(checkpoint) / transformers.trainer.SCHEDULER_NAME, self.lr_scheduler)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:  # noqa: ANN401
         """Load as the stock Trainer, with weights from any layout."""
@@ -145,30 +158,26 @@ class TrainerCheckpoints(transformers.Trainer):
         else:
             load_model(folder, model, trainable_only=adapted)
 
+    @under_plan
     def _load_best_model(self) -> None:
-        if self._osdp is None:
-            super()._load_best_model()
-        else:
-            check_checkpoint(best := str(self.state.best_model_checkpoint))
-            self._load_from_checkpoint(best)
+        check_checkpoint(best := str(self.state.best_model_checkpoint))
+        self._load_from_checkpoint(best)
 
+    @under_plan
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as its base class
         """Finalize as the stock Trainer; after SIGTERM only seconds are left, so keep the last checkpoint and do
         not load the best.
         """
-        if self._osdp is not None:
-            self.accelerator._writer.wait()  # stock loads the best one, which may be the last
-        if self._osdp is None or not self._stop.stopped:
-            return super()._finalize_training(*args, **kwargs)
-        with replaced(self.args, load_best_model_at_end=False, save_total_limit=None):
+        self.accelerator._writer.wait()  # stock loads the best one, which may be the last
+        changed = {"load_best_model_at_end": False, "save_total_limit": None} if self._stop.stopped else {}
+        with replaced(self.args, **changed):
             return super()._finalize_training(*args, **kwargs)
 
+    @under_plan
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as its base class
         """Start as the stock Trainer, which compares arguments with the checkpoint's: show it the user's batch
         size, not the plan's.
         """
-        if self._osdp is None:
-            return super()._init_training_state(*args, **kwargs)
         with replaced(self.args, per_device_train_batch_size=self._requested_batch_size):
             result = super()._init_training_state(*args, **kwargs)
         self.state.train_batch_size = self._requested_batch_size
@@ -198,17 +207,16 @@ class TrainerCheckpoints(transformers.Trainer):
                 best, folder,
             )  # fmt: skip
 
+    @under_plan
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Load as the stock Trainer; ranks that did not exist when it was saved get random states of their own."""
-        if self._osdp is None or checkpoint is None:
-            super()._load_rng_state(checkpoint)
-        else:
+        if checkpoint is not None:
             load_random_states(Path(checkpoint), self.args.process_index)
 
     def _checkpoint_to_resume(self, requested: str | bool | None) -> str | None:
         """Return the complete, undamaged checkpoint to resume from; the same on every rank."""
         settings = self._compare_ranks()
-        folder, after_restart = str(self.args.output_dir), self._osdp is None or self._osdp.resume_after_restart
+        folder, after_restart = str(self.args.output_dir), self.accelerator.config.resume_after_restart
         found = checkpoint_to_resume(
             folder, None if requested == "" else requested, marker=TRAINER_STATE, after_restart=after_restart
         )
@@ -242,9 +250,8 @@ class TrainerCheckpoints(transformers.Trainer):
             **self.accelerator._writer.settings,
             **model_texts(self.model),  # before training changes it, as by tokens to pad with
             **({} if self.optimizer is None else optimizer_texts(self.optimizer)),  # given by the user
+            **({} if self.lr_scheduler is None else {"schedule": schedule_text(self.lr_scheduler)}),
         }
-        if self.lr_scheduler is not None:
-            kept["schedule"] = schedule_text(self.lr_scheduler)
         settings = {**kept, **self._settings()}
         data = {"dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
         require_same({

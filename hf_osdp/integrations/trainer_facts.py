@@ -26,18 +26,19 @@ from ..modeling.batch import Inputs, without_adapters
 from ..planner.lengths import Lengths
 from ..planner.optimizers import knows_trainer_name, spec_of_trainer_name
 from ..planner.training_job import OptimizerSpec
+from ..preparation.beside import modules_in
 from ..preparation.config import OSDPConfig
 from ..preparation.job import Job, RunFolder
 from ..preparation.plan_run import PlannedRun
+from ..preparation.samples import Batches, find_batches, find_lengths, row_tokens, with_length_of_inputs
+from ..sharding.micro_batches import reason_against_cuts, reason_against_lengths
 from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import reason_against_unit_steps
-from .beside import other_tensors
 from .checkpoints import is_adapted
 from .evaluation import evaluation_of, rollouts_of
-from .micro_batches import reason_against_cuts, reason_against_lengths
-from .samples import Batches, find_batches, find_lengths, row_tokens, with_length_of_inputs
 from .trainer_arguments import planned_arguments, samples_of_step, warn
-from .trainer_loss import MicroBatchRule, bytes_of_other_models, micro_batch_rule, models_of, traced_loss
+from .trainer_checkpoints import TrainerCheckpoints
+from .trainer_loss import MicroBatchRule, has_stock_loss, micro_batch_rule, traced_loss
 
 _log = logging.getLogger(__name__)
 _KNOWN = {"bitsandbytes", "peft", "torch", "torchao", "transformers"}
@@ -47,13 +48,14 @@ _LOADER = ("get_train_dataloader", "_get_train_sampler")
 
 
 def job_of_trainer(
-    trainer: Trainer, *, trains: bool, loader: DataLoader[Any] | None = None
+    trainer: TrainerCheckpoints, *, trains: bool, loader: DataLoader[Any] | None = None
 ) -> tuple[Job, MicroBatchRule]:
     """Return the job of a Trainer whose `__init__` has returned, for its own datasets or those of a loader.
     Collective.
     """
     args, config = trainer.args, trainer.accelerator.config
-    trainer.accelerator.beside.leave_out(trainer.model)
+    held = {name: modules_in(value) for name, value in vars(trainer).items()}
+    beside = trainer.accelerator.beside.facts(trainer.model, held)
     if (
         config.beside is None
         and config.plan is None
@@ -62,8 +64,7 @@ def job_of_trainer(
     ):
         config = replace(config, beside=getattr(args, "vllm_gpu_memory_utilization", None))
     batches, sequence_length = _batches(trainer, config, loader)
-    stock_loss = type(trainer).compute_loss is Trainer.compute_loss
-    model_makes_loss = stock_loss and trainer.compute_loss_func is None and trainer.label_smoother is None
+    model_makes_loss = has_stock_loss(trainer) and trainer.label_smoother is None
     manifest = recorded_manifest(str(args.output_dir)) if trains and config.resume_after_restart else None
     samples = config.global_batch_size or _global_batch_size(
         args, None if manifest is None else manifest.global_batch_size
@@ -89,11 +90,9 @@ def job_of_trainer(
         inputs=batches,
         cuts_by_length=cuts,
         deals_samples=rule.averages or args.average_tokens_across_devices,
-        inputs_of_length=batches.with_rows if isinstance(batches, Batches) else None,
         lengths=lengths,
         loss=None if batches is None or config.inputs or model_makes_loss else traced_loss(trainer),
-        other_models=bytes_of_other_models(trainer) | other_tensors(args.device, models_of(trainer)),
-        models_beside=trainer.accelerator.beside.bytes(),
+        **beside,
         clips_gradients=bool(args.max_grad_norm and args.max_grad_norm > 0),
         against_unit_steps=against_unit_steps,
         activation_checkpointing=bool(
@@ -109,23 +108,38 @@ def job_of_trainer(
 
 
 def _lengths(
-    trainer: Trainer, batches: Inputs | None, rule: MicroBatchRule, longest: int
+    trainer: TrainerCheckpoints, batches: Inputs | None, rule: MicroBatchRule, longest: int
 ) -> tuple[bool, Lengths | None]:
     """Return whether a step's samples can be cut by length, and the lengths of the data's samples if they are known.
     Collective.
     """
-    stock = all(getattr(type(trainer), name) is getattr(Trainer, name) for name in _LOADER)
-    known = stock and isinstance(batches, Batches) and trainer.args.train_sampling_strategy != "group_by_length"
+    args, config, groups = trainer.args, trainer.accelerator.config, "group_by_length"
+    is_grouped, data = args.train_sampling_strategy == groups, batches if isinstance(batches, Batches) else None
+    known = _loads_as_stock(trainer) and data is not None and not is_grouped
     found = on_rank_zero(lambda: find_lengths(*_rows_and_collator(trainer, trainer.train_dataset)) if known else None)
-    asked, reason = trainer.accelerator.config.batch_by_tokens, _reason_against_lengths(trainer, batches, rule)
-    if reason is None and found is not None and found.on_the_left:
-        reason = "samples are padded on the left"
-    if reason is None and found is not None and _reads_padding(trainer.model, found.fillers):
-        reason = "the classifier looks for its pad_token_id, and samples are padded with another"
+    batch = None if data is None else data(2)
+    reasons = (
+        rule.kept,
+        rule.differs,
+        f"train_sampling_strategy={groups!r} groups samples already" if is_grouped else None,
+        None if isinstance(trainer.train_dataset, Sized) else "the dataset is a stream",
+        "NEFTune's noise depends on padding" if args.neftune_noise_alpha else None,
+        reason_against_lengths(trainer.model, compiles=config.compile),
+        on_rank_zero(lambda: reason_against_cuts(batch, samples=2, by_length=True)),
+        "samples are padded on the left" if found is not None and found.on_the_left else None,
+        "the classifier looks for its pad_token_id, and samples are padded with another"
+        if found is not None and _reads_padding(trainer.model, found.fillers)
+        else None,
+    )
+    reason, asked = next(filter(None, reasons), None), config.batch_by_tokens
     if asked and reason is not None:
-        warn(trainer.args, "batch_by_tokens=True has no effect: %s.", reason.rstrip("."))
+        warn(args, "batch_by_tokens=True has no effect: %s.", reason.rstrip("."))
     cuts = reason is None and (asked or (asked is None and _is_known(trainer)))
     return bool(cuts), found and found.unequal(longest, rule.size if rule.cuts else None)
+
+
+def _loads_as_stock(trainer: TrainerCheckpoints) -> bool:
+    return all(getattr(type(trainer), name) is getattr(Trainer, name) for name in _LOADER)
 
 
 def _reads_padding(model: Any, fillers: frozenset[int]) -> bool:  # noqa: ANN401
@@ -135,35 +149,13 @@ def _reads_padding(model: Any, fillers: frozenset[int]) -> bool:  # noqa: ANN401
     return is_classifier and bool(fillers - {getattr(text, "pad_token_id", None)})
 
 
-def _is_known(trainer: Trainer) -> bool:
+def _is_known(trainer: TrainerCheckpoints) -> bool:
     """Return whether the model, with all its modules, and its loss are of transformers, of which it is known whether
     they depend on padding.
     """
-    model, stock = trainer.model, type(trainer).compute_loss is Trainer.compute_loss
-    assert isinstance(model, nn.Module)
-    of_transformers = type(without_adapters(model)).__module__.startswith("transformers.models.")
-    others = {type(module).__module__.partition(".")[0] for module in model.modules()} - _KNOWN
-    return stock and of_transformers and not others and trainer.compute_loss_func is None
-
-
-def _reason_against_lengths(trainer: Trainer, batches: Inputs | None, rule: MicroBatchRule) -> str | None:
-    """Return why a step's samples cannot be cut by length; None if they can. Collective."""
-    args, batch = trainer.args, batches(2) if isinstance(batches, Batches) else None
-    assert isinstance(trainer.model, nn.Module)
-    reasons = {
-        f"train_sampling_strategy={args.train_sampling_strategy!r} groups samples already":
-            args.train_sampling_strategy == "group_by_length",
-        "the dataset is a stream": not isinstance(trainer.train_dataset, Sized),
-        "NEFTune's noise depends on padding": args.neftune_noise_alpha,
-    }  # fmt: skip
-    found = next((reason for reason, holds in reasons.items() if holds), None)
-    return (
-        rule.kept
-        or rule.differs
-        or found
-        or reason_against_lengths(trainer.model, compiles=trainer.accelerator.config.compile)
-        or on_rank_zero(lambda: reason_against_cuts(batch, samples=2, by_length=True))
-    )
+    of_transformers = type(without_adapters(trainer.model)).__module__.startswith("transformers.models.")
+    others = {type(module).__module__.partition(".")[0] for module in trainer.model.modules()} - _KNOWN
+    return has_stock_loss(trainer) and of_transformers and not others
 
 
 def _global_batch_size(args: TrainingArguments, started_with: int | None) -> int:
@@ -182,40 +174,40 @@ def _global_batch_size(args: TrainingArguments, started_with: int | None) -> int
     return started_with
 
 
-def _batches(trainer: Trainer, config: OSDPConfig, loader: DataLoader[Any] | None) -> tuple[Inputs | None, int]:
+def _batches(
+    trainer: TrainerCheckpoints, config: OSDPConfig, loader: DataLoader[Any] | None
+) -> tuple[Inputs | None, int]:
     """Return the batches that the data gives (None if they cannot be read from it), and the tokens of a row.
 
     Collective.
     """
     if config.inputs is not None:
-        return config.inputs, with_length_of_inputs(config, cast("nn.Module", trainer.model)).sequence_length or 1
+        return config.inputs, with_length_of_inputs(config, trainer.model).sequence_length or 1
     evaluated = trainer.eval_dataset
     evaluated = next(iter(evaluated.values()), None) if isinstance(evaluated, dict) else evaluated
     if loader is not None and loader.collate_fn is not None:
         found = find_batches(loader.dataset, loader.collate_fn)
     else:
-        stock = all(getattr(type(trainer), name) is getattr(Trainer, name) for name in _LOADER)
-        mixes = stock and config.micro_batch_size != 1 and samples_of_step(trainer.args) > trainer.args.world_size
-        found = find_batches(*_rows_and_collator(trainer, trainer.train_dataset), mixes=mixes) or find_batches(
-            *_rows_and_collator(trainer, evaluated)
-        )
-    made_in_step = found is not None and not isinstance(found(1), Mapping)
-    if found is not None and not made_in_step and trainer.train_dataset is not None:
-        _refuse_missing_labels(trainer, found(1))
-    tokens = (
-        None if found is None else _tokens_to_generate(trainer, found.sample) if made_in_step else found.tokens or 1
-    )
-    length = row_tokens(tokens, config.sequence_length)
+        several = config.micro_batch_size != 1 and samples_of_step(trainer.args) > trainer.args.world_size
+        found = find_batches(
+            *_rows_and_collator(trainer, trainer.train_dataset), mixes=several and _loads_as_stock(trainer)
+        ) or find_batches(*_rows_and_collator(trainer, evaluated))
+    batch = None if found is None else found(1)
+    rows = found if isinstance(batch, Mapping) else None
+    if isinstance(batch, Mapping) and trainer.train_dataset is not None:
+        _refuse_missing_labels(trainer, batch)
+    made_in_step = None if found is None or rows is not None else _tokens_to_generate(trainer, found.sample)
+    length = row_tokens(made_in_step if rows is None else rows.tokens or 1, config.sequence_length)
     if length is None:
         raise ValueError("The sequence length cannot be read from the dataset; set OSDPConfig(sequence_length=...).")
-    if found is not None and not made_in_step:
-        if config.sequence_length is None and not found.is_whole and found.tokens:
+    if rows is not None:
+        if config.sequence_length is None and not rows.is_whole and rows.tokens:
             warn(
                 trainer.args,
                 "Planned for %d tokens, the longest of the %d samples that were read; if the data has longer ones, set"
-                " OSDPConfig(sequence_length=...).", length, found.seen,
+                " OSDPConfig(sequence_length=...).", length, rows.seen,
             )  # fmt: skip
-        return found.with_rows(length), length
+        return rows.with_rows(length), length
     if found is not None:
         warn(
             trainer.args,
@@ -226,20 +218,18 @@ def _batches(trainer: Trainer, config: OSDPConfig, loader: DataLoader[Any] | Non
     return None, length
 
 
-def _refuse_missing_labels(trainer: Trainer, batch: Mapping[str, Any]) -> None:
+def _refuse_missing_labels(trainer: TrainerCheckpoints, batch: Mapping[str, Any]) -> None:
     """Refuse batches without labels where a model of transformers would return no loss, as the first step would."""
-    assert isinstance(trainer.model, nn.Module)
     cls = type(without_adapters(trainer.model))
     names = find_labels(cls) if cls.__module__.startswith("transformers.") and not can_return_loss(cls) else []
-    stock = type(trainer).compute_loss is Trainer.compute_loss and trainer.compute_loss_func is None
-    if stock and names and not any(name in batch for name in names):
+    if has_stock_loss(trainer) and names and not any(name in batch for name in names):
         raise ValueError(
             f"Batches have {', '.join(batch)} and none of {', '.join(names)}, so that {cls.__name__} returns no loss;"
             " let the dataset or the collator give labels."
         )
 
 
-def _rows_and_collator(trainer: Trainer, dataset: Any) -> tuple[Any, Any]:  # noqa: ANN401  of any library
+def _rows_and_collator(trainer: TrainerCheckpoints, dataset: Any) -> tuple[Any, Any]:  # noqa: ANN401  of any library
     """Return a dataset with the columns that the Trainer keeps, and the collator for its rows."""
     if type(trainer).get_train_dataloader is not Trainer.get_train_dataloader:
         return dataset, trainer.data_collator
@@ -249,7 +239,7 @@ def _rows_and_collator(trainer: Trainer, dataset: Any) -> tuple[Any, Any]:  # no
     return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator)
 
 
-def _tokens_to_generate(trainer: Trainer, sample: object) -> int | None:
+def _tokens_to_generate(trainer: TrainerCheckpoints, sample: object) -> int | None:
     """Return the tokens of a prompt plus its completion, for TRL's online trainers; None for others."""
     completion: int | None = getattr(trainer.args, "max_completion_length", None)
     tokenizer: Any = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
@@ -258,7 +248,7 @@ def _tokens_to_generate(trainer: Trainer, sample: object) -> int | None:
     return completion + len(tokenizer(str(sample["prompt"]))["input_ids"])
 
 
-def _optimizer_facts(trainer: Trainer) -> tuple[OptimizerSpec, str | None]:
+def _optimizer_facts(trainer: TrainerCheckpoints) -> tuple[OptimizerSpec, str | None]:
     """Return what the optimizer will hold, and why it may not step unit by unit; None if it may."""
     device_type, made, given = trainer.args.device.type, trainer.optimizer, trainer.optimizer_cls_and_kwargs
     name = OptimizerNames(trainer.args.optim).value
@@ -272,16 +262,14 @@ def _optimizer_facts(trainer: Trainer) -> tuple[OptimizerSpec, str | None]:
     return spec, f"the optimizer of optim={name!r} may keep state that all its parameters share"
 
 
-def _tiny_optimizer(trainer: Trainer, name: str) -> torch.optim.Optimizer:
+def _tiny_optimizer(trainer: TrainerCheckpoints, name: str) -> torch.optim.Optimizer:
     """Return the Trainer's optimizer, from its `optimizer_cls_and_kwargs` or else from this `optim` name, over one
     element.
     """
     args = copy.copy(trainer.args)
     args.optim = name
     try:
-        cls, options = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(
-            args, cast("Any", trainer.model)
-        )
+        cls, options = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
     except (ImportError, ValueError) as error:
         raise ValueError(
             f"optim={name!r} cannot be made: {one_line(error).rstrip('.')}; do so, or use adamw_torch."

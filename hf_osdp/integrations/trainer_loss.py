@@ -5,6 +5,7 @@ decided by what it divides by.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,24 +14,27 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from transformers import Trainer
 
 from ..distributed.consensus import on_rank_zero
-from ..distributed.fsdp_internals import parameter_groups, stays_gathered
 from ..errors import InfeasibleError
 from ..modeling.batch import Inputs, training_batch, without_adapters
 from ..modeling.replaced import replaced
 from ..modeling.split.apply import only_loss_read
 from ..modeling.wrapping import has_running_statistics
+from ..planner.plan import Plan
+from ..preparation.beside import modules_in, tensors_in
 from ..preparation.config import OSDPConfig
+from ..preparation.plan_run import PlannedRun
+from ..preparation.samples import Batches
+from ..sharding.micro_batches import reason_against_cuts
 from ..sharding.replicas import is_under_plan
 from ..tracing.fake_model import rebound
 from ..tracing.loss_kind import LossKind, find_loss_kind
 from ..tracing.tensors import fake_like
-from .micro_batches import reason_against_cuts
-from .samples import Batches
-from .trainer_arguments import accelerator_config_of, samples_of_step, warn
+from .trainer_arguments import samples_of_step, warn
+from .trainer_checkpoints import TrainerCheckpoints
 
 _DATA = ("train_dataset", "eval_dataset")
 _TOKENS = 16
@@ -50,6 +54,8 @@ _PROBLEMS = {
 class MicroBatchRule:
     """The micro-batches of a Trainer's run."""
 
+    samples: int
+    """Samples of a step by the arguments, over all processes."""
     size: int
     """Samples of a micro-batch by the arguments."""
     chosen: int | None
@@ -65,6 +71,17 @@ class MicroBatchRule:
     averages: bool = False
     """Losses are means over the samples of a batch, so that each micro-batch's counts with its share of it."""
 
+    def loaded(self, plan: Plan) -> tuple[int, int]:
+        """Return the samples of a batch that this rank loads, and how many it loads in a step: as the arguments say,
+        if steps are cut into the plan's micro-batches.
+        """
+        size = math.gcd(plan.samples_per_rank, self.size) if self.cuts else plan.micro_batch_size
+        return size, plan.samples_per_rank // size
+
+    def cuts_steps_of(self, run: PlannedRun) -> bool:
+        """Return whether steps are cut into micro-batches other than the batches that are loaded."""
+        return run.budget is not None or self.loaded(run.plan)[0] != run.plan.micro_batch_size
+
     @contextmanager
     def explained(self) -> Iterator[None]:
         """Add to an InfeasibleError why the planner could not choose smaller micro-batches."""
@@ -77,7 +94,7 @@ class MicroBatchRule:
 
 
 def micro_batch_rule(
-    trainer: Trainer, config: OSDPConfig, inputs: Inputs | None, sequence_length: int, *, trains: bool
+    trainer: TrainerCheckpoints, config: OSDPConfig, inputs: Inputs | None, sequence_length: int, *, trains: bool
 ) -> MicroBatchRule:
     """Return the rule for a Trainer whose `__init__` has returned; `inputs` are its batches, None if these are not
     known. Collective.
@@ -85,34 +102,24 @@ def micro_batch_rule(
     Raises:
         ValueError: a micro-batch size was requested with which this loss cannot train as with the arguments' own.
     """
-    args, requested = trainer.args, config.micro_batch_size
-    size: int = samples_of_step(args) // (args.gradient_accumulation_steps * args.world_size)
+    args, requested, samples = trainer.args, config.micro_batch_size, samples_of_step(trainer.args)
+    size: int = samples // (args.gradient_accumulation_steps * args.world_size)
     if not trains:
-        return MicroBatchRule(size=size, chosen=requested)
+        return MicroBatchRule(samples=samples, size=size, chosen=requested)
     batch, own = inputs(2) if isinstance(inputs, Batches) else None, _own_step(trainer)
     cuts = own is None and on_rank_zero(lambda: reason_against_cuts(batch, samples=2)) is None
     kind = on_rank_zero(lambda: _loss_kind(trainer, inputs, sequence_length))
     problem = None if kind in (LossKind.SHARE, LossKind.MEAN) else _PROBLEMS[kind].format(_owner_of_loss(trainer))
-    reason = problem or own or _coupling(trainer) or _batch_count_dependence(trainer, cuts=cuts)
+    reason = problem or own or _dependence(trainer, cuts=cuts)
     may_change = kind is LossKind.SHARE or (kind in (LossKind.MEAN, LossKind.WHOLE) and cuts)
-    rule = partial(MicroBatchRule, size=size, cuts=cuts, averages=kind is not LossKind.SHARE)
+    rule = partial(MicroBatchRule, samples=samples, size=size, cuts=cuts, averages=kind is not LossKind.SHARE)
     if reason is None and may_change:
         return rule(chosen=requested)
     reason = reason or f"The loss of {_owner_of_loss(trainer)} is a mean over batches that cannot be cut"
-    if requested is None and config.plan is not None and may_change:
-        warn(
-            args,
-            "%s: a plan of other micro-batches than the %d samples of the arguments may train differently.",
-            reason,
-            size,
-        )
-        return rule(chosen=None, differs=reason)
-    if requested in (None, size):
-        remedy = (
-            "OSDPConfig(micro_batch_size=...)"
-            if may_change
-            else "per_device_train_batch_size and gradient_accumulation_steps"
-        )
+    is_given = requested is None and config.plan is not None and may_change
+    if requested in (None, size) and not is_given:
+        arguments = "per_device_train_batch_size and gradient_accumulation_steps"
+        remedy = "OSDPConfig(micro_batch_size=...)" if may_change else arguments
         kept = f"{reason}, so micro-batches stay at {size} samples; set {remedy} for another size."
         if requested is None:
             warn(args, kept)
@@ -123,28 +130,25 @@ def micro_batch_rule(
             " arguments; leave it"
             f" out, or set per_device_train_batch_size={requested} and gradient_accumulation_steps."
         )
-    warn(
-        args,
-        "%s: micro_batch_size=%d may train differently than the %d samples of the arguments.",
-        reason,
-        requested,
-        size,
+    what = (
+        f"{reason}: a plan of other micro-batches than the {size} samples of the arguments may train differently."
+        if is_given
+        else f"{reason}: micro_batch_size={requested} may train differently than the {size} samples of the arguments."
     )
+    warn(args, "%s", what)
     return rule(chosen=requested, differs=reason)
 
 
-def adds_up(trainer: Trainer, items: object) -> bool:
+def adds_up(trainer: TrainerCheckpoints, items: object) -> bool:
     """Return whether the stock Trainer adds up the losses of a step's batches, instead of averaging them."""
     scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
     counted = (trainer.model_accepts_loss_kwargs and items is not None) or trainer.compute_loss_func is not None
     return bool(counted if scaled is None else scaled)
 
 
-def _loss_kind(trainer: Trainer, inputs: Inputs | None, sequence_length: int) -> LossKind:
+def _loss_kind(trainer: TrainerCheckpoints, inputs: Inputs | None, sequence_length: int) -> LossKind:
     """Examine the trainer's loss on short rows, and on whole ones if nothing is found on these."""
-    model = trainer.model
-    assert isinstance(model, nn.Module)
-    means = _owns_mean(trainer, model, inputs)
+    model, means = trainer.model, _owns_mean(trainer, inputs)
     if not (_counts_items(trainer) or means):
         return LossKind.WHOLE
 
@@ -162,31 +166,35 @@ def _loss_kind(trainer: Trainer, inputs: Inputs | None, sequence_length: int) ->
     return kind
 
 
-def _owns_mean(trainer: Trainer, model: nn.Module, inputs: Inputs | None) -> bool:
+def has_stock_loss(trainer: TrainerCheckpoints) -> bool:
+    """Return whether the loss is computed as by the stock Trainer without `compute_loss_func`."""
+    return type(trainer).compute_loss is Trainer.compute_loss and trainer.compute_loss_func is None
+
+
+def _owns_mean(trainer: TrainerCheckpoints, inputs: Inputs | None) -> bool:
     """Return whether the loss is that of a model of transformers with one label for each sample, all of which weigh
     the same.
     """
-    labels = inputs(1).get("labels") if isinstance(inputs, Batches) and isinstance(inputs(1), Mapping) else None
-    is_own = type(trainer).compute_loss is Trainer.compute_loss and trainer.compute_loss_func is None
-    is_own = is_own and "compute_loss" not in vars(trainer) and "_loss_function" not in vars(without_adapters(model))
-    from_transformers = type(without_adapters(model)).__module__.startswith("transformers.")
+    model, batch = without_adapters(trainer.model), inputs(1) if isinstance(inputs, Batches) else None
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    is_replaced = "compute_loss" in vars(trainer) or "_loss_function" in vars(model)
     return (
-        is_own
+        has_stock_loss(trainer)
+        and not is_replaced
         and trainer.label_smoother is None
-        and from_transformers
+        and type(model).__module__.startswith("transformers.")
         and isinstance(labels, torch.Tensor)
         and (labels.dim() == 1 or labels.is_floating_point())
     )
 
 
-def _owner_of_loss(trainer: Trainer) -> str:
+def _owner_of_loss(trainer: TrainerCheckpoints) -> str:
     if type(trainer).compute_loss is not Trainer.compute_loss:
         return f"{type(trainer).__name__}.compute_loss"
-    assert isinstance(trainer.model, nn.Module)
     return type(without_adapters(trainer.model)).__name__ if trainer.compute_loss_func is None else "compute_loss_func"
 
 
-def _own_step(trainer: Trainer) -> str | None:
+def _own_step(trainer: TrainerCheckpoints) -> str | None:
     """Return which of the Trainer's methods other code than the proven one replaces; None if there is none."""
     for name in _STEP:
         classes = (cls for cls in type(trainer).__mro__ if name in vars(cls))
@@ -201,46 +209,38 @@ def _unproven(owner: object) -> str | None:
     return None if package in _PROVEN else str(getattr(owner, "__name__", owner))
 
 
-def _coupling(trainer: Trainer) -> str | None:
-    """Return why the model's outputs may depend on which samples share a micro-batch; None if they do not."""
-    assert isinstance(trainer.model, nn.Module)
-    cls, model = type(trainer), without_adapters(trainer.model)
-    if has_running_statistics(model):
-        return f"{type(model).__name__} has batch normalisation, which computes statistics over a micro-batch"
-    if cls.get_train_dataloader is not Trainer.get_train_dataloader:
-        return f"{cls.__name__} makes its own batches"
-    return None
-
-
-def _batch_count_dependence(trainer: Trainer, *, cuts: bool) -> str | None:
-    """Return why a step may depend on the number of its micro-batches; None if only its samples matter.
+def _dependence(trainer: TrainerCheckpoints, *, cuts: bool) -> str | None:
+    """Return why a step may depend on which samples share a micro-batch, or on the number of micro-batches; None if
+    only its samples matter.
 
     If batches are loaded in the plan's sizes, and not cut, an epoch may end at another sample than the stock one.
     """
-    args, dataset = trainer.args, trainer.train_dataset
-    for callback in trainer.callback_handler.callbacks:
-        between = next(cls for cls in type(callback).__mro__ if "on_substep_end" in vars(cls))
-        if (owner := _unproven(between)) is not None:
-            return f"{owner}.on_substep_end runs for each micro-batch, in a way of its own"
+    args, dataset, model, cls = trainer.args, trainer.train_dataset, without_adapters(trainer.model), type(trainer)
+    orders = (type(callback).__mro__ for callback in trainer.callback_handler.callbacks)
+    between = (_unproven(next(base for base in order if "on_substep_end" in vars(base))) for order in orders)
     steps = len(dataset) / samples_of_step(args) if isinstance(dataset, Sized) else 0.5
-    is_whole, even = steps.is_integer() or 0 < args.max_steps <= steps, accelerator_config_of(args).even_batches
-    several, collator = args.world_size > 1, trainer.data_collator
-    owner = _unproven(collator if hasattr(collator, "__name__") else type(collator))
-    if not cuts and owner is not None:
-        return f"{owner} makes batches that cannot be cut, and may mix their samples"
-    if not cuts and not args.average_tokens_across_devices:
-        return "average_tokens_across_devices=False weights samples by the tokens on their process"
-    for name, ends in (
-        ("dataloader_drop_last=True", args.dataloader_drop_last and not cuts),
-        ("even_batches=False", not even and (several or not cuts)),
-        ("even_batches=True fills up the last batches of an epoch, and", even and several and not cuts),
-    ):
-        if ends and not is_whole:
-            return f"{name} ends each epoch at a whole micro-batch"
-    return None
+    is_whole, even = steps.is_integer() or 0 < args.max_steps <= steps, trainer.accelerator.even_batches
+    several, collator, owner = args.world_size > 1, trainer.data_collator, next(filter(None, between), None)
+    makes = _unproven(collator if hasattr(collator, "__name__") else type(collator))
+    ends = {
+        "dataloader_drop_last=True": args.dataloader_drop_last and not cuts,
+        "even_batches=False": not even and (several or not cuts),
+        "even_batches=True fills up the last batches of an epoch, and": even and several and not cuts,
+    }
+    reasons = {
+        f"{type(model).__name__} has batch normalisation, which computes statistics over a micro-batch":
+            has_running_statistics(model),
+        f"{cls.__name__} makes its own batches": cls.get_train_dataloader is not Trainer.get_train_dataloader,
+        f"{owner}.on_substep_end runs for each micro-batch, in a way of its own": owner is not None,
+        f"{makes} makes batches that cannot be cut, and may mix their samples": not cuts and makes is not None,
+        "average_tokens_across_devices=False weights samples by the tokens on their process":
+            not cuts and not args.average_tokens_across_devices,
+        **{f"{name} ends each epoch at a whole micro-batch": holds and not is_whole for name, holds in ends.items()},
+    }  # fmt: skip
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def traced_loss(trainer: Trainer) -> Callable[..., object]:
+def traced_loss(trainer: TrainerCheckpoints) -> Callable[..., object]:
     """Return the trainer's `compute_loss` as a function of a fake model, a batch and the number of items of the step,
     by default as many as the batch has labels.
     """
@@ -259,7 +259,9 @@ def traced_loss(trainer: Trainer) -> Callable[..., object]:
     return loss
 
 
-def traced_prediction(trainer: Trainer, *, loss_alone: bool, generates: bool = False) -> Callable[..., object]:
+def traced_prediction(
+    trainer: TrainerCheckpoints, *, loss_alone: bool, generates: bool = False
+) -> Callable[..., object]:
     """Return the trainer's `prediction_step` as a function of a fake model and a batch, to the loss and to what an
     evaluation keeps beside it; if it `generates`, to the loss that it computes of the labels after that.
     """
@@ -280,32 +282,9 @@ def traced_prediction(trainer: Trainer, *, loss_alone: bool, generates: bool = F
     return predicted
 
 
-def _counts_items(trainer: Trainer) -> bool:
+def _counts_items(trainer: TrainerCheckpoints) -> bool:
     """Return whether the trainer counts the items of a step and gives their number to the loss."""
     return bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
-
-
-def bytes_of_other_models(trainer: Trainer) -> dict[str, int]:
-    """Return the bytes of other models on this device, by the trainer's attribute; sharded models count with their
-    shards.
-    """
-    assert isinstance(trainer.model, nn.Module)
-    seen = {id(tensor) for tensor in _tensors(trainer.model)}
-    found = {
-        name: sum(_bytes_on_device(module, seen) for module in modules) for name, modules in _held(trainer).items()
-    }
-    return {name: nbytes for name, nbytes in found.items() if nbytes}
-
-
-def models_of(trainer: Trainer) -> list[nn.Module]:
-    """Return the trained model and all others that the trainer holds."""
-    return [module for modules in _held(trainer).values() for module in modules]
-
-
-def _held(trainer: Trainer) -> dict[str, list[nn.Module]]:
-    """Return the models by the trainer's attribute, and those of `OSDPConfig(also=...)`."""
-    values = {**vars(trainer), "models beside": trainer.accelerator.beside.models}
-    return {name: list(_modules_in(value)) for name, value in values.items()}
 
 
 class _LocalAccelerator:
@@ -324,14 +303,13 @@ class _LocalAccelerator:
 
 
 @contextmanager
-def _examined(trainer: Trainer, fake_model: nn.Module) -> Iterator[None]:
+def _examined(trainer: TrainerCheckpoints, fake_model: nn.Module) -> Iterator[None]:
     """Let a trainer compute its loss with a fake model in this context, and put everything back: what it holds is
     copied for the time, its modules with fake parameters, and it sends nothing to other ranks.
 
     A sharded module, such as a reference model, returns the fake model's last output, without gradients.
     """
     own, model, last = vars(trainer), trainer.model, list[Any]()
-    assert isinstance(model, nn.Module)
     before = dict(own)
 
     def last_output(*args: object, **kwargs: object) -> object:
@@ -348,7 +326,7 @@ def _examined(trainer: Trainer, fake_model: nn.Module) -> Iterator[None]:
         for name, value in before.items():
             if name in ("model", "model_wrapped"):
                 own[name] = fake_model
-            elif any(_modules_in(value)):
+            elif any(modules_in(value)):
                 own[name] = tree_map_only(nn.Module, copied, value)
             elif name not in _DATA:
                 own[name] = rebound(value, {id(trainer): trainer, id(model): fake_model})
@@ -367,33 +345,9 @@ def _fake_copy(module: nn.Module, model: nn.Module, fake_model: nn.Module) -> nn
     like = next(fake_model.parameters())
     mode = torch._guards.detect_fake_mode([like])  # none if the model is real
     memo: dict[int, Any] = {id(model): fake_model}
-    for tensor in _tensors(module):
+    for tensor in tensors_in(module):
         fake = tensor.detach().to(like.device) if mode is None else fake_like(tensor, mode)
         memo[id(tensor)] = (
             nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
         )
     return copy.deepcopy(module, memo)
-
-
-def _modules_in(value: object) -> Iterator[nn.Module]:
-    """Yield the modules that a value is, or holds in containers."""
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, nn.Module))
-
-
-def _tensors(module: nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
-def _bytes_on_device(module: nn.Module, seen: set[int]) -> int:
-    """Return the bytes of tensors not seen yet, and of the gathered parameters of an FSDP2 root that stays gathered
-    after forward.
-    """
-    new = [tensor for tensor in _tensors(module) if id(tensor) not in seen]
-    seen.update(id(tensor) for tensor in new)
-    local = [getattr(tensor, "_local_tensor", tensor) for tensor in new]
-    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in local)
-    if new and stays_gathered(module):
-        for parameter in (parameter for group in parameter_groups(module) for parameter in group.fsdp_params):
-            dtype = getattr(parameter, "param_dtype", None) or parameter.sharded_param.dtype
-            nbytes += parameter.sharded_param.shape.numel() * dtype.itemsize
-    return nbytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,8 +92,6 @@ class Job:
     """The loop can cut a step's samples by length, under a budget of tokens."""
     deals_samples: bool = False
     """If the loop cuts by length, it may deal the samples of all ranks among them: its loss is a mean over all."""
-    inputs_of_length: Callable[[int], Inputs] | None = None
-    """Returns `inputs` with rows of other lengths, for `cuts_by_length`."""
     lengths: Lengths | None = None
     """Lengths of the data's samples, if they are known and differ."""
     loss: Loss | None = None
@@ -169,7 +167,7 @@ class Job:
         }  # fmt: skip
         refused[
             "batch_by_tokens=True needs rows of other lengths, but OSDPConfig(inputs=...) gives one; leave it out."
-        ] = self.cuts_by_length and self.inputs is not None and self.inputs_of_length is None
+        ] = self.cuts_by_length and self.inputs is not None and self.inputs is self.config.inputs
         refuse_first(refused)
 
     @property

@@ -33,6 +33,7 @@ from .evaluation import FittedEvaluation, fit_evaluation, fit_rollouts
 from .find_plan import Describer, find_plan, plan_from_rank_zero
 from .job import Evaluation, Job
 from .preflight import Finding, find_problems
+from .samples import Batches
 
 _log = logging.getLogger(__name__)
 
@@ -135,7 +136,8 @@ def _token_budget(run: PlannedRun, job: Job, model: nn.Module) -> TokenBudget | 
     """Return the budget of the plan's micro-batch, or of less samples, under which no micro-batch needs more than the
     limit; None if even micro-batches of one sample do not fit beside what is loaded.
     """
-    plan, hardware, inputs_of = run.plan, run.hardware, job.inputs_of_length
+    plan, hardware = run.plan, run.hardware
+    inputs_of = job.inputs.with_rows if isinstance(job.inputs, Batches) else None
     samples, longest = plan.micro_batch_size * plan.accumulation_steps, plan.sequence_length
     loaded = dict(inputs_of(longest)(1)) if inputs_of is not None else training_batch(model, longest)(1)
     loaded_bytes = sum(t.nbytes for t in tree_leaves(loaded) if isinstance(t, torch.Tensor))

@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from hf_osdp import OptimalShardedDataParallel, OSDPAccelerator, OSDPConfig, with_osdp
-from hf_osdp.integrations.beside import ModelsBeside
+from hf_osdp.preparation.beside import ModelsBeside
 from hf_osdp.sharding.replicas import is_under_plan
 from tests.distributed.test_trainers_of_others import _texts, _tokenizer
 from tests.helpers.distributed import run_ranks
@@ -181,6 +181,6 @@ def test_a_reference_is_sharded_also_where_the_evaluation_alone_needs_it(tmp_pat
 def test_a_model_beside_of_a_dtype_that_no_plan_knows_stays_whole():
     model = torch.nn.Linear(4, 4).to(torch.float8_e4m3fn)
     beside = ModelsBeside(torch.device("cpu"), [model])
-    assert beside.bytes() is None and beside.whole_bytes == 20
+    assert beside.facts(torch.nn.Linear(2, 2)) == {"other_models": {"models beside": 20}, "models_beside": None}
     beside.place(sharded=True)
     assert not any(map(is_under_plan, model.modules()))

@@ -22,9 +22,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_see
 
 import hf_osdp.checkpoint.states
 import hf_osdp.checkpoint.writer
-import hf_osdp.integrations.announce
 import hf_osdp.integrations.plain_loop
 import hf_osdp.integrations.trainer_checkpoints
+import hf_osdp.preparation.announce
 from hf_osdp import OptimalShardedDataParallel, OSDPConfig, Trainer, preset
 from hf_osdp.checkpoint.resume import last_checkpoint
 from hf_osdp.distributed.launcher import restart_count
@@ -69,7 +69,7 @@ def marks(folder: Path) -> list[str]:
 
 def _mark_phases(mark: Callable[[str], None]) -> None:
     """Have the package's own functions tell where they are."""
-    _before(hf_osdp.integrations.announce, "plan_run", lambda *a: mark("planning"))
+    _before(hf_osdp.preparation.announce, "plan_run", lambda *a: mark("planning"))
     for module in (hf_osdp.integrations.trainer_checkpoints, hf_osdp.checkpoint.states):
         _before(module, "load_model", lambda folder, *a: mark(f"resume {Path(folder).name}"))
     _before(hf_osdp.checkpoint.writer.CheckpointWriter, "new", lambda *a: mark("save"))

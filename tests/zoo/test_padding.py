@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from hf_osdp.integrations.micro_batches import DEPEND_ON_PADDING
+from hf_osdp.sharding.micro_batches import DEPEND_ON_PADDING
 
 from .__main__ import types
 from .ranks import _made, limited

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from hf_osdp.errors import PreflightError
-from hf_osdp.integrations.announce import announce_plan
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.training_job import OptimizerSpec
 from hf_osdp.preparation import preflight
+from hf_osdp.preparation.announce import announce_plan
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.preparation.job import RunFolder
 from hf_osdp.preparation.plan_run import plan_run

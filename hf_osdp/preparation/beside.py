@@ -6,23 +6,31 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from ..distributed.fsdp_internals import parameter_groups, stays_gathered
 from ..distributed.mesh import rank, world_size
 from ..errors import DescriptionError, shown
 from ..measurement.timing import over_ranks
+from ..modeling.units import find_units
 from ..planner.cost.evaluation import EvaluatedModel
-from ..preparation.job import OTHER_TENSORS, Beside
+from ..planner.decision import Batch, UnitLayout
+from ..planner.description import DType, ModelDescription, Segment
+from ..planner.plan import Plan
+from ..planner.training_job import TrainingJob
 from ..quantities import format_bytes
-from ..sharding.beside import as_sharded, shard_beside
+from ..sharding.apply import apply_plan
 from ..sharding.environment import move_to_device
 from ..sharding.replicas import is_under_plan
+from .job import OTHER_TENSORS, Beside
 
 _log = logging.getLogger(__name__)
 
@@ -31,13 +39,37 @@ _FEW_BYTES = 64 * 2**20
 """Up to so much, such as workspaces of matrix products, is within a limit's margin."""
 
 
+def modules_in(value: object) -> Iterator[nn.Module]:
+    """Yield the modules that a value is, or holds in containers."""
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, nn.Module))
+
+
+def tensors_in(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _bytes_on_device(module: nn.Module, seen: set[int]) -> int:
+    """Return the bytes of tensors not seen yet, and of the gathered parameters of an FSDP2 root that stays gathered
+    after forward.
+    """
+    new = [tensor for tensor in tensors_in(module) if id(tensor) not in seen]
+    seen.update(id(tensor) for tensor in new)
+    local = [getattr(tensor, "_local_tensor", tensor) for tensor in new]
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in local)
+    if new and stays_gathered(module):
+        for parameter in (parameter for group in parameter_groups(module) for parameter in group.fsdp_params):
+            dtype = getattr(parameter, "param_dtype", None) or parameter.sharded_param.dtype
+            nbytes += parameter.sharded_param.shape.numel() * dtype.itemsize
+    return nbytes
+
+
 def other_tensors(device: torch.device, models: Iterable[nn.Module]) -> dict[str, int]:
     """Return the bytes of tensors on a GPU that do not belong to these models, if they are many: what this process
     keeps there beside the training. Collective.
     """
     if device.type != "cuda":
         return {}
-    held = {id(t): t for model in models for t in (*model.parameters(), *model.buffers()) if t.device == device}
+    held = {id(t): t for model in models for t in tensors_in(model) if t.device == device}
     owned = sum(tensor.nbytes + (0 if tensor.grad is None else tensor.grad.nbytes) for tensor in held.values())
     if torch.cuda.memory_allocated(device) - owned > _FEW_BYTES:
         gc.collect()  # an earlier training in a notebook
@@ -66,20 +98,12 @@ class ModelsBeside:
         if model not in self._waiting and not any(map(is_under_plan, model.modules())):
             self._waiting[model] = model.register_forward_pre_hook(self._runs)
 
-    @property
-    def whole_bytes(self) -> int:
-        return sum(t.nbytes for model in self._waiting for t in (*model.parameters(), *model.buffers()))
-
-    @property
-    def models(self) -> tuple[nn.Module, ...]:
-        return tuple(self._waiting)
-
     def bytes(self) -> Beside | None:
         """Return what the models take whole and in shards; None if there are none that gain by it."""
         sharded = self._sharded
         if not sharded:
             return None
-        whole = sum(tensor.nbytes for model in sharded for tensor in (*model.parameters(), *model.buffers()))
+        whole = sum(tensor.nbytes for model in sharded for tensor in tensors_in(model))
         held, gathers = zip(*(one.standing_bytes for one in sharded.values()), strict=True)
         units = [unit for one in sharded.values() for unit in one.description.units]
         gathered = [sum(p.numel * p.dtype.itemsize for p in unit.parameters) for unit in units]
@@ -94,13 +118,19 @@ class ModelsBeside:
         found = {}
         for model in self._waiting if world_size() > 1 else ():
             with suppress(DescriptionError):
-                found[model] = as_sharded(model)
+                found[model] = _as_sharded(model)
         return found
 
-    def facts(self, model: nn.Module) -> dict[str, Any]:
-        """Return what a `Job` knows of the models beside one that a loop trains. Collective."""
-        self.leave_out(model)
-        others = {"models beside": self.whole_bytes, **other_tensors(self._device, [model, *self.models])}
+    def facts(self, trained: nn.Module, held: Mapping[str, Iterable[nn.Module]] | None = None) -> dict[str, Any]:
+        """Return what a `Job` knows of the models beside the trained one: those that wait for the plan, and others
+        that a Trainer has `held` in its attributes, of which sharded ones count with their shards. Collective.
+        """
+        self.leave_out(trained)
+        models = {name: list(group) for name, group in (held or {}).items()} | {"models beside": [*self._waiting]}
+        seen = {id(tensor) for tensor in tensors_in(trained)}
+        found = {name: sum(_bytes_on_device(model, seen) for model in group) for name, group in models.items()}
+        others = {name: nbytes for name, nbytes in found.items() if nbytes}
+        others |= other_tensors(self._device, [trained, *chain(*models.values())])
         return {"other_models": others, "models_beside": self.bytes()}
 
     def leave_out(self, trained: nn.Module) -> None:
@@ -113,16 +143,38 @@ class ModelsBeside:
         """Move the models to the device, whole or in shards. Collective."""
         shards = self._sharded if sharded else {}
         for model in list(self._waiting):
-            if model in shards:
-                self._waiting.pop(model).remove()
-                shard_beside(model)
-            self._place(model)
+            self._place(model, sharded=model in shards)
 
     def _runs(self, module: nn.Module, args: object) -> None:
         if module in self._waiting:  # and is not a copy
             self._place(module)
 
-    def _place(self, model: nn.Module) -> None:
-        if (handle := self._waiting.pop(model, None)) is not None:
-            handle.remove()
+    def _place(self, model: nn.Module, *, sharded: bool = False) -> None:
+        self._waiting.pop(model).remove()
+        if sharded:
+            _shard(model)
         move_to_device(model, self._device)
+
+
+def _as_sharded(model: nn.Module) -> EvaluatedModel:
+    """Return a model as it runs forward in shards over all ranks, in its parameters' own dtypes."""
+    units = find_units(model)
+    order = (*range(len(units)), *([0] if len(units) > 1 and not units[0].fqn else []))  # the root's own work ends it
+    description = ModelDescription(
+        model_name="", model_class=type(model).__name__, block_classes=(), sequence_length=1,
+        compute_dtype=DType.FLOAT32, units=units, segments=tuple(Segment(unit=index) for index in order),
+        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+    )  # fmt: skip
+    layout = UnitLayout(shard_size=world_size(), reshard_after_forward=True)
+    return EvaluatedModel(
+        description=description, layouts=(layout,) * len(units), world_size=world_size(),
+        job=TrainingJob(global_batch_size=world_size()), trains=False,
+    )  # fmt: skip
+
+
+def _shard(model: nn.Module) -> None:
+    """Shard a model that only runs forward, in place, with rank 0's weights. Collective."""
+    evaluated = _as_sharded(model)
+    batch = Batch(micro_batch_size=1, accumulation_steps=1)
+    plan = Plan.of(evaluated.description, evaluated.layouts, batch, world_size=evaluated.world_size, strategy="fsdp")
+    apply_plan(model, plan, evaluated.description.units)

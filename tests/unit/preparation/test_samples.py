@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
-from hf_osdp.integrations.samples import batches_of_loader, find_batches, find_lengths, with_length_of_inputs
 from hf_osdp.preparation.config import OSDPConfig
+from hf_osdp.preparation.samples import batches_of_loader, find_batches, find_lengths, with_length_of_inputs
 
 
 def pad(samples):

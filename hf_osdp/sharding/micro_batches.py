@@ -7,8 +7,7 @@ cut off and added.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import Any
 from zlib import crc32
@@ -21,9 +20,10 @@ from transformers import PreTrainedConfig
 
 from ..distributed.mesh import collective_device, rank, world_size
 from ..errors import OSDPError
+from ..measurement.timing import over_ranks
+from ..planner.plan import Plan
 from ..planner.token_budget import TokenBudget
-from ..preparation.config import OSDPConfig
-from ..preparation.plan_run import PlannedRun
+from .steps import micro_step
 
 _MASK, _IDS, _LABELS, _IGNORED = "attention_mask", "input_ids", "labels", -100
 _OF_TOKENS = {
@@ -45,7 +45,6 @@ _OF_LONGEST = {"dynamic", "longrope"}
 _PICTURES = 4
 """Dimensions of a batch of pictures."""
 
-StepContext = Callable[[bool], AbstractContextManager[object]]
 Batch = Mapping[str, torch.Tensor]
 Part = tuple[dict[str, torch.Tensor], float]
 """A micro-batch, and the share of a batch's loss that it has if losses are means over samples."""
@@ -97,43 +96,45 @@ def micro_batches(
     reason = next(filter(None, reasons), None)
     partly = reason is None and averages and any(map(_lacks_labels, batches))
     if budget is not None:
-        fits = reason is None and not partly and len(set(rows)) == len(set(map(_fields, batches))) == 1
+        fits = reason is None and not partly and len(set(rows)) == 1
+        fits = (
+            fits and len({frozenset((name, v.dtype, v.dim()) for name, v in batch.items()) for batch in batches}) == 1
+        )
         fits = fits and not any(map(is_padded_left, batches))
-        failed, *_ = _agreed(int(not fits), 0, 0)
+        (failed,) = over_ranks([int(not fits)])
         if failed:
             return micro_batches(batches, size, averages=averages)
         joined = dealt(_joined(batches, pad_token), pad_token) if budget.deals else _joined(batches, pad_token)
-        lengths, order = _sorted(lengths_of(joined))
-        *_, most, _ = _agreed(0, 0, len(budget.cut(lengths)))
-        sizes, widths = budget.cut(lengths, parts=most), list(map(budget.width, lengths))
+        longest, order = lengths_of(joined).sort(descending=True, stable=True)
+        lengths = longest.tolist()
+        (most,) = over_ranks([len(budget.cut(lengths))])
+        sizes, widths = budget.cut(lengths, parts=int(most)), list(map(budget.width, lengths))
         return _by_length(joined, order, widths, sizes, rows[0])
     if reason is not None:
-        _agreed(1, 0, 0)
+        over_ranks([1, 0, 0, 0])
         raise _uncut(reason)
     shapes = {tuple((name, value.dtype, value.shape) for name, value in batch.items()) for batch in batches}
     unlike, count = int(partly or len(shapes) > 1), sum(-(-number // size) for number in rows)
-    failed, unlike, most, least = _agreed(0, unlike, count)
-    if failed or least < most:
+    failed, differ, most, least = over_ranks([0, unlike, count, -count])
+    if failed or -least < most:
         raise _uncut("another rank cannot cut its own" if failed else "ranks have different numbers of samples")
     together = size // rows[0]
-    if unlike or together < 2:
+    if differ or together < 2:
         return [part for batch in batches for part in _chunks(batch, size, by_labels=partly)]
     joins = [batches[first : first + together] for first in range(0, len(batches), together)]
     return [(dict(_joined(join)), float(len(join))) for join in joins]
 
 
 def parts_of_step(
-    run: PlannedRun, model: nn.Module, batches: Batch | Sequence[Batch], context: StepContext
+    model: nn.Module, batches: Batch | Sequence[Batch], plan: Plan, budget: TokenBudget | None
 ) -> Iterator[Part]:
-    """Yield the micro-batches of this rank's step in a loop, each within its context, made of whether it is the last.
-    Collective.
-    """
+    """Yield the micro-batches of this rank's step in a loop, each within its `micro_step`. Collective."""
     loaded = [batches] if isinstance(batches, Mapping) else batches
-    pad_token, size = pad_token_of(model), run.plan.micro_batch_size
-    parts = micro_batches(loaded, size, run.budget, averages=False, pad_token=pad_token)
+    pad_token, size = pad_token_of(model), plan.micro_batch_size
+    parts = micro_batches(loaded, size, budget, averages=False, pad_token=pad_token)
     whole = sum(map(_rows, loaded))
     for number, (part, _) in enumerate(parts, 1):
-        with context(number == len(parts)):
+        with micro_step(model, is_last=number == len(parts), plan=plan):
             yield part, _rows(part) / whole
 
 
@@ -162,33 +163,11 @@ def _adapters(model: nn.Module) -> list[Any]:
     return [one for one in found.values() if hasattr(one, "is_prompt_learning")] if isinstance(found, dict) else []
 
 
-def refuse_lengths(config: OSDPConfig, model: nn.Module) -> None:
-    """Refuse batch_by_tokens in a loop whose model cannot have it."""
-    reason = reason_against_lengths(model, compiles=config.compile)
-    if config.batch_by_tokens and reason is not None:
-        raise ValueError(f"batch_by_tokens=True cannot be used, since {reason}; leave it out.")
-
-
 def _uncut(reason: str) -> OSDPError:
     return OSDPError(
         f"A step cannot be cut into the plan's micro-batches: {reason}; set micro_batch_size to the samples of the"
         " arguments' batches."
     )
-
-
-def _agreed(failed: int, unlike: int, count: int) -> list[int]:
-    """Return the largest values of all ranks, and their least `count`. Collective."""
-    *most, least = _largest([failed, unlike, count, -count])
-    return [*most, -least]
-
-
-def _largest(values: list[int]) -> list[int]:
-    """Return the largest of each value over all ranks. Collective."""
-    if world_size() == 1:
-        return values
-    tensor = torch.tensor(values, device=collective_device())
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return tensor.tolist()
 
 
 def dealt(batch: Batch, pad_token: int) -> Batch:
@@ -201,7 +180,7 @@ def dealt(batch: Batch, pad_token: int) -> Batch:
         for name, value in sorted(batch.items())
     ]
     signature = crc32(repr(fields).encode())
-    own, other, width = _largest([signature, -signature, columns])
+    own, other, width = map(int, over_ranks([signature, -signature, columns]))
     if own != -other or world_size() == 1:
         return batch
     widened = {
@@ -217,7 +196,7 @@ def dealt(batch: Batch, pad_token: int) -> Batch:
         name: part.contiguous().view(value.dtype).reshape(-1, *value.shape[1:])
         for (name, value), part in zip(widened.items(), parts, strict=True)
     }
-    _, order = _sorted(lengths_of(found))
+    order = lengths_of(found).argsort(descending=True, stable=True)
     return {name: value[order[rank() :: world_size()]] for name, value in found.items()}
 
 
@@ -240,10 +219,6 @@ def _is_of_tokens(name: str, value: torch.Tensor, columns: int) -> bool:
 
 def _rows(batch: Batch) -> int:
     return len(next(iter(batch.values())))
-
-
-def _fields(batch: Batch) -> frozenset[object]:
-    return frozenset((name, value.dtype, value.dim()) for name, value in batch.items())
 
 
 def _chunks(batch: Batch, size: int, *, by_labels: bool) -> list[Part]:
@@ -299,12 +274,6 @@ def lengths_of(batch: Batch) -> torch.Tensor:
         if "labels" in name and _is_of_tokens(name, value, mask.shape[1]):
             used = used | (value != _IGNORED)
     return (used * torch.arange(1, used.shape[1] + 1, device=used.device)).amax(1).clamp(min=1)
-
-
-def _sorted(lengths: torch.Tensor) -> tuple[list[int], torch.Tensor]:
-    """Return lengths from long to short, and which samples have them."""
-    longest, order = lengths.sort(descending=True, stable=True)
-    return longest.tolist(), order
 
 
 def _by_length(batch: Batch, order: torch.Tensor, widths: list[int], sizes: list[int], rows: int) -> list[Part]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ from torch import nn
 from ..distributed.mesh import rank
 from ..measurement.step_meter import Observation
 from ..planner.files import plain
-from ..preparation.job import Job
-from ..preparation.plan_run import PlannedRun, plan_run
 from ..quantities import format_seconds
 from ..report.content import Content, report_content, write_report
 from ..report.tables import comparison_table, outcome_table, plan_lines, plan_table
+from .job import Job
+from .plan_run import PlannedRun, plan_run
 
 _WIDTH = 100
 """Columns if the output is not a terminal."""
@@ -28,13 +28,11 @@ def plan_and_announce(model: nn.Module, job: Job) -> PlannedRun:
 
     Collective.
     """
-    status: AbstractContextManager[object] = nullcontext()
-    if rank() == 0 and sys.stderr.isatty():
-        text = "Describing the model, measuring the machine, searching for a plan"
-        status = Console(stderr=True, force_jupyter=False).status(
-            text, refresh_per_second=2
-        )  # a thread redraws it while measurements run
-    with status:
+    text = "Describing the model, measuring the machine, searching for a plan"
+    shows = rank() == 0 and sys.stderr.isatty()
+    console = Console(stderr=True, force_jupyter=False)
+    # a thread redraws it while measurements run
+    with console.status(text, refresh_per_second=2) if shows else nullcontext():
         run = plan_run(model, job)
     announce_plan(run)
     return run

@@ -25,8 +25,8 @@ from ..modeling.batch import random_states_kept, with_row_length
 from ..modeling.identity import holds_datasets
 from ..modeling.replaced import replaced
 from ..planner.lengths import Lengths
-from ..preparation.config import OSDPConfig
-from .micro_batches import is_padded_left, lengths_of
+from ..sharding.micro_batches import is_padded_left, lengths_of, reason_against_lengths
+from .config import OSDPConfig
 
 _MAX_SAMPLES = 2**18
 """Most samples to read by their index."""
@@ -36,7 +36,6 @@ _MOST_LENGTHS = 1000
 """Most samples whose length is read for an expected step."""
 _MAX_READ_S = 2.0
 """Time limit for reading samples one by one."""
-_GENERATOR_TYPES = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _TOKEN_FIELDS = ("input_ids", "inputs_embeds", "decoder_input_ids")
 
 Collate = Callable[[list[Any]], Any]
@@ -244,38 +243,51 @@ def with_length_of_inputs(config: OSDPConfig, model: nn.Module, *, known: bool =
     return replace(config, sequence_length=tokens_of(config.inputs(1)) or 1)
 
 
+def refuse_lengths(config: OSDPConfig, model: nn.Module) -> None:
+    """Refuse batch_by_tokens in a loop whose model cannot have it."""
+    reason = reason_against_lengths(model, compiles=config.compile)
+    if config.batch_by_tokens and reason is not None:
+        raise ValueError(f"batch_by_tokens=True cannot be used, since {reason}; leave it out.")
+
+
 def _preserve_random_states() -> AbstractContextManager[None]:
     return random_states_kept(range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0))
+
+
+def _attributes(owner: object, follows: Callable[[Any], bool]) -> Iterator[tuple[object, str, Any]]:
+    """Yield the attributes of an object, and of at most seven objects inside it, with their owners and names."""
+    owners = [owner]
+    for one in owners:
+        for name, value in vars(one).items() if hasattr(one, "__dict__") else ():
+            yield one, name, value
+            if follows(value) and len(owners) < 8:
+                owners.append(value)
 
 
 @contextmanager
 def _preserve_generators(dataset: object) -> Iterator[None]:
     """Replace the random number generators of a dataset, and of objects inside it, by copies in this context."""
-    holders, held = [dataset], []
-    for holder in holders:
-        for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
-            if isinstance(value, _GENERATOR_TYPES):
-                held.append((holder, name, value))
-            elif hasattr(value, "__dict__") and len(holders) < 8:
-                holders.append(value)
+    found = list(_attributes(dataset, lambda value: hasattr(value, "__dict__") and not _is_generator(value)))
     with ExitStack() as stack:
-        for holder, name, value in held:
-            stack.enter_context(replaced(holder, **{name: copy.deepcopy(value)}))
+        for owner, name, value in found:
+            if _is_generator(value):
+                stack.enter_context(replaced(owner, **{name: copy.deepcopy(value)}))
         yield
+
+
+def _is_generator(value: object) -> bool:
+    return isinstance(value, (random.Random, np.random.Generator, np.random.RandomState, torch.Generator))
 
 
 def _copy_collator(collate: Collate) -> Collate:
     """Copy a collator with its random number generators, but not its models and tokenizers."""
-    memo: dict[int, Any] = {}
-    holders = [collate]
-    for holder in holders:
-        for value in vars(holder).values() if hasattr(holder, "__dict__") else ():
-            if isinstance(value, nn.Module) or hasattr(value, "save_pretrained"):
-                memo[id(value)] = value
-            elif callable(value) and len(holders) < 8:  # a collator inside another
-                holders.append(value)
+
+    def is_kept(value: object) -> bool:
+        return isinstance(value, nn.Module) or hasattr(value, "save_pretrained")
+
+    values = [value for *_, value in _attributes(collate, lambda value: callable(value) and not is_kept(value))]
     try:
-        return copy.deepcopy(collate, memo)
+        return copy.deepcopy(collate, {id(value): value for value in filter(is_kept, values)})
     except Exception:  # for example, it holds an open file
         return collate
 

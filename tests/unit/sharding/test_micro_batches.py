@@ -7,14 +7,14 @@ import torch
 import transformers
 
 from hf_osdp.errors import OSDPError
-from hf_osdp.integrations.micro_batches import (
+from hf_osdp.planner.token_budget import TokenBudget
+from hf_osdp.sharding.micro_batches import (
     dealt,
     micro_batches,
     pad_token_of,
     reason_against_cuts,
     reason_against_lengths,
 )
-from hf_osdp.planner.token_budget import TokenBudget
 from tests.helpers.distributed import run_ranks
 
 BUDGET = TokenBudget(tokens=64, shortest=8, longest=32, overhead=8)
