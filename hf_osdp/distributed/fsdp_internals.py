@@ -123,8 +123,11 @@ def _copy_out(result: AllGatherResult, parameters: list[FSDPParam], group: dist.
 
 
 def _recorded(name: str) -> AbstractContextManager[object]:
-    """Name a part of a step for a profiler, if there is one: FSDP2 does so a dozen times for each unit."""
-    return record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()
+    """Name a part of a step for a profiler or a dispatch mode (`modeling/selective.py`), if there is one: FSDP2 does so
+    a dozen times for each unit.
+    """
+    listens = torch._C._autograd._profiler_enabled() or torch._C._len_torch_dispatch_stack() > 0
+    return record_function(name) if listens else nullcontext()
 
 
 class ParameterGroup(FSDPParamGroup):

@@ -185,14 +185,16 @@ def _tables(modules: dict[str, nn.Module], blocks: Iterable[str], taken: Contain
 
 
 def embedding_and_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """Return the input embedding and the output head; None if the model does not name it, as some multi-modal ones."""
+    """Return the input embedding and the output head; None if the model does not name it, as some multi-modal ones, or
+    if it is a list of several, as in MusicGen, which FSDP does not accept as a unit.
+    """
 
     def get(getter: str) -> nn.Module | None:
         try:
             found: nn.Module | None = getattr(model, getter)()
         except (AttributeError, NotImplementedError, TypeError):
             return None
-        return found
+        return None if isinstance(found, (nn.ModuleList, nn.ModuleDict)) else found
 
     return get("get_input_embeddings"), get("get_output_embeddings")
 

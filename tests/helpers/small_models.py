@@ -4,6 +4,7 @@ arguments.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import re
@@ -17,22 +18,24 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel, ResNetConfig
 
 from hf_osdp.errors import DescriptionError
+from hf_osdp.modeling.batch import inner_configs, loss_of
 from hf_osdp.tracing.pictures import UsualBatch
 
 SAMPLES, TOKENS, WAVE, PICTURE, VOCABULARY = 8, 24, 3200, 32, 120
 MOST_PARAMETERS = 4 * 10**7
 _SIZES: dict[str, int] = {
-    r"(.*hidden_sizes?|d_model|n_embd|dim|.*embed_dims?|embedding_size|word_embed_proj_dim|.*projection_dim|lru_width|emb_dim)": 32,  # noqa: E501
-    r"(conv_dim|dims|.*_channels|decoder_hidden_size|encoder_hidden_dim|d_embed|pooler_size)": 32,
+    r"(.*hidden_sizes?(_global)?|d_model|n_embd|dim|.*embed_dims?|embedding_size|word_embed_proj_dim|.*projection_dim|lru_width|emb_dim)": 32,  # noqa: E501
+    r"(conv_dim|dims|adapter_(in|out)_dim|adapter_input_size|x4_feat_dim)": 32,
+    r"(.*_channels|decoder_hidden_size|encoder_hidden_dim|d_embed|pooler_size)": 32,
     r"(.*intermediate_size|.*ffn_dim|d_ff|d_inner|ffn_hidden_size|hidden_dim|n_inner|.*intermediate_dim)": 64,
     r"extract_layers": 1,
     r"(num_.*layers|n_layers?|num_layer|(encoder|decoder|.*_)?layers|num_blocks|depth)": 2,
     r"(.*attention_heads(_per_layer)?|(mamba_)?n_heads?|num_heads|rotary_dim)": 4,
-    r"(.*num_key_value_heads|multi_query_group_num|.*num_kv_heads)": 2,
+    r"(.*num_key_value_heads(_per_layer)?|multi_query_group_num|.*num_kv_heads)": 2,
     r"(head_dim|qk_rope_head_dim|context_size)": 8,
     r"(.*head_dim|mamba_d_head|d_kv|d_head|attention_head_size|qk_nope_head_dim|kv_channels|q_lora_rank|kv_lora_rank|expand_v)": 16,  # noqa: E501
     r".*vocab_size(_per_layer_input)?": VOCABULARY,
-    r"mm_tokens_per_image": 4,
+    r"(mm_tokens_per_image|num_query_tokens)": 4,
     r"(max_.*positions?(_embeddings)?|n_positions)": 64,
     r"(num_(local_)?experts|n_routed_experts|moe_num_experts)": 4,
     r"window_size": 4,
@@ -41,14 +44,62 @@ _SIZES: dict[str, int] = {
     r"(attention_window|num_queries)": 8,
     r"(image_size|input_size)": PICTURE,
     r"(patch_size|tubelet_size)": 8,
+    r"(num_groups|upsample_groups|num_windows|ple_embed_dim|num_filters)": 4,
+    r"(d_latents|num_latents)": 32,
+    r"num_self_attends_per_block": 2,
+    r"(.*_group_vocab|ngram_vocab_size_base)": VOCABULARY,
 }
 """Patterns of names of fields → their values, if the default is larger."""
+_CONVOLUTIONS = (
+    "vertical_long_to_small_conv_{}ratio", "horizontal_small_to_long_conv_{}ratio", "symmetric_conv_long_{}ratio",
+)  # fmt: skip
+_ABSENT: dict[str, Any] = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "indexer_n_heads": 2,
+    "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 2,
+    "top_k_experts": 2, "vocabulary_map": {"<image>": 99, "<|extra_200|>": 98}, "projector_scale_factors": [1.0],
+    "class_thresholds": [0.5] * 100, "class_order": [*range(100)], "scale_factor_list": [1, 2, 4, 8],
+    "kernel_list": [3, 2, 2], "upsample_out_channels": [32], "conv_out_channels": [32],
+    "intraclass_block_config": {"reduce_channel": [1, 1, 0], "return_channel": [1, 1, 0]}
+    | {name.format(size): [3, 1, 1] for name in _CONVOLUTIONS for size in ("long", "mid", "short")},
+}  # fmt: skip
+"""Fields of which the default is None or empty, with which no model is made."""
+_GIVEN: dict[str, dict[str, Any]] = {
+    "BeitForSem.*|dpt": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "backbone_out_indices": [0, 1, 2, 3]},
+    "DetrForSegmentation": {"encoder_attention_heads": 8, "decoder_attention_heads": 8},
+    "FunAsrNanoAdaptorConfig": {"intermediate_size": 8},
+    "ReformerModelWithLMHead": {"is_decoder": True},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "(cosmos3_edge|ernie4_5_vl_moe)_text": {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+    "cvt": {"depth": [1, 2, 3]},
+    "diffusion_gemma_text": {"num_experts": 4, "moe_intermediate_size": 32},
+    "(donut-)?swin|mobilevitv2": {"image_size": 64, "window_size": 2},
+    "efficientnet": {"width_coefficient": 0.05, "hidden_dim": 64},
+    "levit": {"image_size": 64, "patch_size": 16},
+    "mamba2|neomme": {"head_dim": 16, "n_groups": 2},
+    "mistral_large4_text": {"no_rope_layers": [1] * 4},
+    "mllama_(text|vision)_model": {
+        "intermediate_layers_indices": [0, 1], "vision_output_dim": 96, "cross_attention_layers": [1],
+    },
+    "molmo2_(adapter|vision)": {"vision_feature_layer": [0, 1], "image_size": [32, 32]},
+    "perceiver": {"num_cross_attention_heads": 1},
+    "pp_doclayout_v2_reading_order|PPDocLayoutV2ReadingOrderConfig": {"max_2d_position_embeddings": 1024},
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 6], "hash_seed": 0},
+    "step3p5": {"sliding_window": 8},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
+}  # fmt: skip
+"""Types of configurations, or classes of them or of models → fields for which the rules give other values."""
+_MISSING: dict[str, Any] = {
+    "rope_theta": 1e4, "vision_start_token_id": 102, "decoder_start_token_id": 1, "num_key_value_heads": 4,
+    "yes_token_index": 5, "no_token_index": 6, "clip_qkv": 8.0,
+}  # fmt: skip
+"""Fields that these configurations do not have, though their models read them."""
+_READ = "DbrxAttentionConfig|qwen.*omni.*thinker|speech-encoder-decoder|moonshine_streaming|shieldgemma2"
 _LAYERS = r"num_hidden_layers|n_layers?|num_layers|(encoder|decoder)_layers|depth"
 
 
-def small(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a configuration of the same class with small sizes; what the class derives from sizes is derived
-    again.
+def small(config: PreTrainedConfig, model: str = "") -> PreTrainedConfig:
+    """Return a configuration of the same class with small sizes for a class of models; what the class derives from
+    sizes is derived again.
     """
     usual, given = type(config)(), {}
     layers, kept = _kept_layers(config)
@@ -59,10 +110,12 @@ def small(config: PreTrainedConfig) -> PreTrainedConfig:
         is_for_layers = isinstance(value, (list, tuple)) and len(value) == layers
         is_derived = (
             defaults.get(name) is None
-            and value == known
             and not isinstance(value, PreTrainedConfig)
+            and value == known
             and name != "attention_types"
         )
+        if name in _ABSENT and value in (None, ()):
+            given[name] = _ABSENT[name]
         if value is None or (is_derived and not is_for_layers):
             continue
         if isinstance(value, int) and re.fullmatch(_LAYERS, name):
@@ -71,12 +124,20 @@ def small(config: PreTrainedConfig) -> PreTrainedConfig:
             made = _small("num_attention_heads", value)
         elif name == "d_model" and "encoder_n_points" in defaults:
             made = min(value, 64)  # GroupNorm(32) of one channel and pixel gives 0, and gradients of rounding alone
+        elif name == "stem_channels" and "block_configs" in defaults:
+            made = value  # the blocks have channels of their own
         else:
             made = _small(name, type(value)(value[index] for index in kept) if is_for_layers else value)
         if isinstance(value, PreTrainedConfig) or made != known:
             given[name] = made
     if len(outputs := _outputs(config)) > 1:
-        given["out_indices"] = outputs if max(outputs) <= 4 else [*range(1, len(outputs) + 1)]
+        given["out_indices"] = (
+            outputs if max(outputs) <= 4 or "block_configs" in defaults else [*range(1, len(outputs) + 1)]
+        )
+    names = (config.model_type, type(config).__name__, model)
+    for kind, fields in {**_GIVEN, _READ: _MISSING}.items():
+        if any(re.fullmatch(kind, name) for name in names):
+            given |= fields
     return type(config)(**given)
 
 
@@ -118,7 +179,7 @@ def _small(name: str, value: Any) -> Any:
         return 0.0 if re.search(r"drop|mask_(time|feature)_prob|jitter", name) else value
     if not isinstance(value, int):
         return value
-    if re.search(r"token_(id|index)s?$", name):
+    if re.search(r"(token_(id|index)s?|patch_id)$", name):
         return 100 + value % 16 if value >= VOCABULARY else value
     return min(value, next((size for pattern, size in _SIZES.items() if re.fullmatch(pattern, name)), value))
 
@@ -134,6 +195,9 @@ def _completed(config: Any) -> None:
     _complete_vision(config, values)
     if values.get("vocab_size", 0) is None:
         config.vocab_size = VOCABULARY
+    for name in ("image_token_index", "video_token_index"):
+        if values.get(name, 0) is None:
+            setattr(config, name, VOCABULARY - 1)
     if values.get("pad_token_id") is None:
         config.pad_token_id = 0
     if not hasattr(config, "image_size"):
@@ -142,6 +206,8 @@ def _completed(config: Any) -> None:
         config.default_language = config.languages[0]
     if values.get("layer_types", 0) is None and isinstance(values.get("num_hidden_layers"), int):
         config.layer_types = ["full_attention"] * config.num_hidden_layers
+    if values.get("mlp_layer_types", 0) is None:
+        config.mlp_layer_types = ["dense"] + ["sparse"] * (config.num_hidden_layers - 1)
     config._experts_implementation = "eager"
     if isinstance(values.get("hidden_size"), int) and isinstance(values.get("num_attention_heads"), int):
         _complete_heads(config, values)
@@ -168,13 +234,14 @@ def _complete_heads(config: Any, values: dict[str, Any]) -> None:
     rope = values.get("rope_parameters") or {}
     if "rope_type" in rope:  # models have a default for absent sections
         pairs = int((values.get("head_dim") or width) * rope.get("partial_rotary_factor", 1.0)) // 2
-        rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+        if sum(rope.get("mrope_section") or [0]) != pairs:
+            rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
 
 
 def built(name: str) -> PreTrainedModel:
     """Return a small model of a class in float64; the same weights at each call."""
     cls = getattr(transformers, name)
-    config = small(cls.config_class())
+    config = small(cls.config_class(), name)
     _completed(config)
     with torch.device("meta"):
         numel = sum(parameter.numel() for parameter in cls(config).parameters())
@@ -192,12 +259,16 @@ def built(name: str) -> PreTrainedModel:
 
 
 def batch_with_loss(model: PreTrainedModel, count: int) -> dict[str, Any]:
-    """Return a batch of `count` samples with which the model computes a loss; raise ValueError if none is found."""
+    """Return a batch of `count` samples with which the model computes a loss, without labels if it has none with any;
+    raise ValueError if none is found.
+    """
     problems: list[str] = []
+    model = copy.deepcopy(model)  # some keep states
     with InDouble():
         for batch in _possible_batches(model, count):
             try:
-                loss = model.train()(**part_of(batch, 0, 2)).loss
+                output = model.train()(**part_of(batch, 0, 2))
+                loss = output.loss if any("label" in name for name in batch) else loss_of(output)
             except TimeoutError:
                 raise
             except Exception as error:  # a model can raise any exception
@@ -216,10 +287,30 @@ def batch_with_loss(model: PreTrainedModel, count: int) -> dict[str, Any]:
 
 
 def _possible_batches(model: PreTrainedModel, count: int) -> Iterator[dict[str, Any]]:
-    made = torch.Generator().manual_seed(2)
+    made, without = torch.Generator().manual_seed(2), []
     for inputs in _possible_inputs(model, made, count):
-        for labels in _possible_labels(model, inputs.pop("labels", None), made, count):
+        usual = inputs.pop("labels", None)
+        without.append(inputs)
+        for labels in _possible_labels(model, usual, made, count):
+            yield {**inputs, **(labels if isinstance(labels, dict) else {"labels": labels})}
+    for inputs in without:
+        for labels in _labels_like_outputs(model, inputs, made):
             yield {**inputs, "labels": labels}
+    yield from without
+
+
+def _labels_like_outputs(model: PreTrainedModel, inputs: dict[str, Any], made: torch.Generator) -> Iterator[Any]:
+    """Yield classes for all positions of which the model returns logits, as indices and as vectors of 0 and 1."""
+    try:
+        with torch.no_grad():
+            logits = model(**inputs).logits
+    except Exception:  # a model can raise any exception
+        return
+    classes = torch.randint(0, logits.shape[-1], logits.shape[:-1], generator=made)
+    yield classes
+    yield nn.functional.one_hot(classes, logits.shape[-1])
+    if books := getattr(model.config, "num_codebooks", None):
+        yield classes.view(-1, books, classes.shape[-1]).transpose(1, 2)
 
 
 def part_of(batch: Mapping[str, Any], part: int, parts: int) -> dict[str, Any]:
@@ -236,17 +327,75 @@ def _possible_inputs(model: Any, made: torch.Generator, count: int) -> Iterator[
     if getattr(taken.get("input_ids"), "default", None) is inspect.Parameter.empty and "input_ids" not in batch:
         batch["input_ids"] = torch.randint(3, most, (count, TOKENS), generator=made)
     yield dict(batch)
+    if (needed := _needed(model, batch, made, count, most)).keys() != batch.keys():
+        yield needed
+    if books := getattr(model.config, "num_codebooks", None):
+        yield {"input_ids": torch.randint(3, most, (count, TOKENS, books + 1), generator=made)}
+        yield {"input_ids": torch.randint(3, most, (count * books, TOKENS), generator=made)}
     if "input_ids" in taken and "input_ids" not in batch:
         yield {**batch, "input_ids": torch.randint(3, most, (count, TOKENS), generator=made)}
     if "bbox" in taken:
         batch["bbox"] = torch.tensor([1, 1, 5, 5]).repeat(count, TOKENS, 1)
         yield dict(batch)
+    if "spatial_shapes" in taken and "pixel_values" in batch:  # patches of pictures
+        yield {
+            "pixel_values": torch.randn(
+                (count, 16, 3 * getattr(model.config, "vision_config", model.config).patch_size ** 2), generator=made
+            ),
+            "pixel_attention_mask": torch.ones((count, 16), dtype=torch.long),
+            "spatial_shapes": torch.tensor([[4, 4]] * count),
+        }
     for name, shape in _shapes(model.config):
         if name in taken:
             given = {**batch, name: torch.randn((count, *shape), generator=made)}
+            if name == "flattened_patches":  # which begin with the row and column
+                given[name].abs_()
             if name == "input_features" and "attention_mask" in taken:
-                yield {"attention_mask": torch.ones(count, shape[0], dtype=torch.long), **given}
+                yield {**given, "attention_mask": torch.ones(count, shape[0], dtype=torch.long)}
             yield given
+    short = min(TOKENS, _positions(model.config))
+    text = {name: batch[name][:, :short] for name in ("input_ids", "attention_mask") if name in batch}
+    yield {**batch, **text}
+    if "input_ids" in taken and "pixel_values" in taken:
+        yield {"input_ids": torch.randint(3, most, (count, short), generator=made)}
+        yield {**batch, "input_ids": torch.tensor([[101, 5, 6, 7, 102] * 4] * count)}  # two phrases or more
+    yield {name: value for name, value in batch.items() if name != "decoder_input_ids"}
+
+
+def _needed(model: Any, batch: dict[str, Any], made: torch.Generator, count: int, most: int) -> dict[str, Any]:
+    """Return a batch with everything that the forward needs: tokens, masks, pictures, and a class for each sample."""
+    shapes, made_up = dict(reversed(_shapes(model.config))), dict(batch)
+    if "Video" in type(model).__name__:
+        shapes["pixel_values"] = (4, *shapes["pixel_values"])
+    for name, parameter in inspect.signature(model.forward).parameters.items():
+        if parameter.default is not parameter.empty or parameter.kind is parameter.VAR_KEYWORD or name in batch:
+            continue
+        if name in shapes:
+            made_up[name] = torch.randn((count, *shapes[name]), generator=made)
+        elif name == "classes_structure" or "mask" in name:
+            made_up[name] = torch.ones((count, TOKENS) if "mask" in name else count, dtype=torch.long)
+        else:
+            made_up[name] = torch.randint(
+                3, most, (count, getattr(model.config, "task_seq_len", TOKENS)), generator=made
+            )
+    if "state" in made_up:  # of a robot, with what it sees and does
+        made_up["actions"] = torch.randn((count, *shapes["actions"]), generator=made)
+        made_up["pixel_values"] = torch.randn((count, 1, *shapes["pixel_values"]), generator=made)
+        made_up["pixel_attention_mask"] = torch.ones((count, 1), dtype=torch.bool)
+        made_up["input_ids"] = torch.randint(3, most, (count, TOKENS), generator=made)
+    if queries := getattr(model.config, "num_query_tokens", 0):
+        made_up["input_ids"] = torch.randint(3, most, (count, TOKENS), generator=made)
+        if "Video" in type(model).__name__:
+            made_up["input_ids"][:, : 4 * queries] = getattr(model.config, "video_token_index", 0)
+        else:
+            made_up["input_ids"][:, :queries] = getattr(model.config, "image_token_index", 0)
+    return made_up
+
+
+def _positions(config: Any) -> int:
+    return min(
+        (getattr(each, "max_position_embeddings", None) or TOKENS for each in inner_configs(config)), default=TOKENS
+    )
 
 
 def _usual_inputs(model: Any, made: torch.Generator, count: int, most: int) -> dict[str, torch.Tensor]:
@@ -260,9 +409,11 @@ def _usual_inputs(model: Any, made: torch.Generator, count: int, most: int) -> d
     for name, value in batch.items():
         if value.is_floating_point():
             batch[name] = torch.randn(value.shape, generator=made)
+        elif name == "decoder_input_ids" and length == WAVE:
+            batch[name] = torch.randint(3, most, (count, TOKENS), generator=made)
         elif name in ("input_ids", "decoder_input_ids"):
             values = vars(model.config).items()
-            placeholders = [v for n, v in values if "image" in n and "token" in n and isinstance(v, int)]
+            placeholders = [v for n, v in values if re.search("image.*(token|patch_id)", n) and isinstance(v, int)]
             random = torch.randint(3, most, value.shape, generator=made)
             kept = torch.isin(torch.stack((value, random)), torch.tensor(placeholders or [-1])).any(0)
             batch[name] = torch.where(kept, value, random)
@@ -284,13 +435,16 @@ def _with_pictures(model: PreTrainedModel, length: int) -> UsualBatch:
 def _shapes(config: Any) -> list[tuple[str, tuple[int, ...]]]:
     """Return names of arguments, and shapes of a sample's pictures, videos and sounds to try for them."""
     channels, bins = getattr(config, "num_channels", 3) or 3, getattr(config, "num_mel_bins", 80) or 80
-    size = getattr(getattr(config, "vision_config", config), "image_size", None) or PICTURE
+    vision = getattr(config, "vision_config", config)
+    size = getattr(vision, "image_size", None) or PICTURE
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     video = (getattr(config, "num_frames", 2), channels, height, width)
     return [
         ("pixel_values", (channels, height, width)), ("pixel_values", video), ("pixel_values_videos", video),
-        ("input_features", (64, bins)), ("input_features", (bins, 64)), ("input_values", (WAVE,)),
-        ("audio_values", (1, WAVE)),
+        ("flattened_patches", (16, 2 + getattr(vision, "patch_embed_hidden_size", 0))), ("state", (32,)),
+        ("actions", (50, 32)), ("input_features", (64, bins)), ("input_features", (bins, 64)),
+        ("input_values", (WAVE,)), ("audio_values", (1, WAVE)), ("input_values", (3 * WAVE,)),
+        ("input_features", (64, 4 * bins)), ("input_features", (bins, 8 * TOKENS)),
     ]  # fmt: skip
 
 
@@ -309,6 +463,11 @@ def _possible_labels(model: Any, usual: torch.Tensor | None, made: torch.Generat
             ignored[:, -1] = False
             yield ids.masked_fill(ignored, -100)
         yield ids.clamp(min=3) if "CTC" in kind else ids
+    taken = inspect.signature(model.forward).parameters
+    if "mask_labels" in taken:
+        mask = torch.zeros(2, PICTURE, PICTURE)
+        mask[0, 8:20, 8:20] = mask[1, 4:12, 16:28] = 1
+        yield {"mask_labels": [mask] * count, "class_labels": [torch.tensor([i % most, 1]) for i in range(count)]}
     if re.search("Detection|Segmentation|Detr", kind):
         box, mask = torch.tensor([[0.5, 0.5, 0.4, 0.3], [0.3, 0.6, 0.2, 0.2]]), torch.zeros(2, PICTURE, PICTURE)
         mask[:, 8:20, 8:20] = 1
@@ -347,10 +506,12 @@ class InDouble(TorchFunctionMode):
         if (
             func is torch.Tensor.backward
         ):  # in which blocks may be recomputed: this mode is off while it handles a call
-            engine, loss = torch.autograd.Variable._execution_engine, args[0]
+            engine, given = torch.autograd.Variable._execution_engine, kwargs or {}
+            loss, gradient = args[0], args[1] if len(args) > 1 else given.get("gradient")
+            first, keep = torch.ones_like(loss) if gradient is None else gradient, bool(given.get("retain_graph"))
             with self:
                 return engine.run_backward(
-                    (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+                    (loss,), (first,), keep, False, (), allow_unreachable=True, accumulate_grad=True
                 )
         args = tuple(torch.float64 if value is torch.float32 else value for value in args)
         return func(

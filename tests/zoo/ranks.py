@@ -104,8 +104,10 @@ def _tried(row: Row, meshes: Meshes, out: Path) -> Row:
     mine = _reference(model, batches) if dist.get_rank() == 1 and batches is not None else None
     row, reference = _exchanged(_on_paper(row) if dist.get_rank() == 0 else mine)
     if not isinstance(reference, Trained):
-        return replace(row, stock=reference or f"no batch: {problem}")
-    row = replace(row, stock="yes")
+        why = reference or f"no batch: {problem}"
+        return replace(row, stock=why, reason=why)
+    has_loss = any(re.search("label|actions", name) for name in batches)
+    row = replace(row, stock="yes", reason="" if has_loss else "the loss is the mean of the outputs")
     try:
         with limited(SECONDS):
             trained = _by_plan(model, row, batches, meshes)
@@ -120,7 +122,7 @@ def _tried(row: Row, meshes: Meshes, out: Path) -> Row:
         by_rounding = max((_difference(each, reference) for each in others), default=0.0)
         if dist.get_rank() == 0 and (row.difference or 0.0) <= 10 * by_rounding:
             same = f"results differ by {by_rounding:.0e} with the weights' last bit"
-            row = replace(row, stock=same, difference=None)
+            row = replace(row, stock=same, difference=None, reason=same)
     return row
 
 
@@ -201,13 +203,16 @@ def _with_buffers_of_the_first(parts: int) -> Any:
 
 
 def _changing(model: nn.Module, batch: Mapping[str, Any]) -> list[nn.Module]:
-    """Return the modules whose forward changes buffers: a second one in backward would change them twice."""
+    """Return batch norms, and the modules whose forward changes buffers: a second one in backward would change them
+    twice.
+    """
     tried = copy.deepcopy(model)
     tried(**batch)
     pairs = zip(model.modules(), tried.modules(), strict=True)
     return [
         module for module, other in pairs
-        if not all(map(torch.equal, module.buffers(recurse=False), other.buffers(recurse=False)))
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        or not all(map(torch.equal, module.buffers(recurse=False), other.buffers(recurse=False)))
     ]  # fmt: skip
 
 

@@ -59,6 +59,19 @@ def test_large_tables_outside_of_blocks_are_units():
     assert [unit.fqn for unit in find_units(model)] == ["", "blocks.0", "blocks.1", "table"]
 
 
+def test_input_embedding_that_is_a_list_is_no_unit():
+    class OfCodebooks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed_tokens = nn.ModuleList(nn.Embedding(9, 4) for _ in range(3))
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.embed_tokens
+
+    assert "embed_tokens" not in {unit.fqn for unit in find_units(OfCodebooks())}
+
+
 def test_tied_parameters_are_listed_with_all_their_names(meta_model):
     tied = next(u for u in find_units(meta_model("BertForMaskedLM")) if u.shared)
     assert tied.module_names == ("bert.embeddings.word_embeddings", "cls.predictions")
