@@ -122,9 +122,26 @@ def _copy_out(result: AllGatherResult, parameters: list[FSDPParam], group: dist.
         foreach_all_gather_copy_out(result, parameters, group)
 
 
+class _PostBackward(torch.autograd.Function):
+    """Ends a unit's backward. FSDP2's own gives zeros to what made an input that the unit does not use, and AdamW then
+    decays its weights; here it gets no gradient, as without FSDP2.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, group: FSDPParamGroup, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
+        ctx.group = group
+        ctx.set_materialize_grads(False)
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        ctx.group.post_backward()
+        return None, *gradients
+
+
 def _recorded(name: str) -> AbstractContextManager[object]:
-    """Name a part of a step for a profiler or a dispatch mode (`modeling/selective.py`), if there is one: FSDP2 does so
-    a dozen times for each unit.
+    """Name a part of a step for a profiler or a dispatch mode (`modeling/selective.py`), if there is one: FSDP2 names
+    a dozen for each unit.
     """
     listens = torch._C._autograd._profiler_enabled() or torch._C._len_torch_dispatch_stack() > 0
     return record_function(name) if listens else nullcontext()
@@ -250,8 +267,10 @@ def parameter_groups(module: nn.Module) -> list[ParameterGroup]:
     for group in filter(None, groups):
         if not isinstance(group, ParameterGroup):
             group.__class__, group.fsdp_params = ParameterGroup, _Parameters(group.fsdp_params)
-            replaced = {"foreach_all_gather": _all_gather, "foreach_all_gather_copy_out": _copy_out}
-            vars(_fsdp_param_group).update(replaced, record_function=_recorded)
+            vars(_fsdp_param_group).update(
+                foreach_all_gather=_all_gather, foreach_all_gather_copy_out=_copy_out, record_function=_recorded,
+                RegisterPostBackwardFunction=_PostBackward,
+            )  # fmt: skip
     return [group for group in groups if isinstance(group, ParameterGroup)]
 
 

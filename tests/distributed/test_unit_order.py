@@ -99,6 +99,50 @@ def test_ordinary_shards_are_gathered_with_fewer_operators(policy):
         assert gathers == {"foreach_all_gather": 1, "foreach_all_gather_copy_out": 1}
 
 
+class Passed(nn.Module):
+    """A block that takes what a tower made, and may use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, seen: torch.Tensor, uses: bool) -> torch.Tensor:
+        return self.layer(x) + seen if uses else self.layer(x)
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.blocks = nn.Linear(4, 4), nn.ModuleList(Passed() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, uses: bool) -> torch.Tensor:
+        seen = self.tower(x)
+        for block in self.blocks:
+            x = block(x, seen, uses)
+        return x.square().mean()
+
+
+@pytest.mark.on_ranks(2, shared=True)
+@pytest.mark.parametrize("layout", ["zero3", "mixed", "everything", "replicate"])
+def test_what_blocks_are_given_and_do_not_use_gets_no_gradient(layout):
+    """Zeros, as FSDP2 gives, would let AdamW decay the tower's weights."""
+    torch.manual_seed(0)
+    plain = Tower().double()
+    model = copy.deepcopy(plain)
+    units = find_units(model, block_classes=["Passed"])
+    apply_plan(model, plan_of(units, 2, layout), units, meshes=Meshes("cpu"))
+    for uses in (False, True):
+        for one in (plain, model):
+            one.zero_grad()
+            one(inputs(0, 0), uses).backward()
+        wanted = dict(plain.named_parameters())
+        for name, parameter in model.named_parameters():
+            assert (wanted[name].grad is None) == (name.startswith("tower") and not uses)
+            assert (parameter.grad is None) == (wanted[name].grad is None), name
+            if parameter.grad is not None:
+                torch.testing.assert_close(whole(parameter.grad), wanted[name].grad, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.on_ranks(2, shared=True)
 def test_profilers_see_the_parts_of_a_step():
     model, _ = sharded("zero3")

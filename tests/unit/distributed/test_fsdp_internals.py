@@ -30,7 +30,8 @@ PARTS: dict[object, tuple[str, ...]] = {
     parameters.ParamModuleInfo: ("module", "param_name", "shared_modules", "shared_param_names"),
     common.TrainingState: ("IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"),
     modules.FSDPModule: ("_get_fsdp_state", "set_custom_all_gather", "set_custom_reduce_scatter"),
-    groups: ("foreach_all_gather", "foreach_all_gather_copy_out", "record_function"),
+    groups: ("foreach_all_gather", "foreach_all_gather_copy_out", "record_function", "RegisterPostBackwardFunction"),
+    GROUP._register_post_backward_hook: ("RegisterPostBackwardFunction.apply(self, *",),
     collectives.AllGatherResult: ("all_gather_output", "all_gather_event", "all_gather_work",
                                   "param_all_gather_input_dtypes", "param_all_gather_input_numels",
                                   "all_gather_input_split_sizes"),
@@ -89,4 +90,4 @@ def test_one_file_names_fsdp2s_private_parts():
     package = Path(hf_osdp.__file__).parent
     naming = {path.name for path in package.rglob("*.py") if PRIVATE.search(path.read_text(encoding="utf-8"))}
     assert naming == {Path(fsdp_internals.__file__).name}
-    assert len(Path(fsdp_internals.__file__).read_text(encoding="utf-8").splitlines()) <= 270
+    assert len(Path(fsdp_internals.__file__).read_text(encoding="utf-8").splitlines()) <= 300
