@@ -21,7 +21,7 @@ from hf_osdp.planner.cost.evaluate import PlanEstimate, estimate_plan
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import DType, GatherSpan, ModelDescription
 from hf_osdp.planner.files import plain, validated, write_whole
-from hf_osdp.planner.hardware import GB, Hardware, Link
+from hf_osdp.planner.hardware import FSDP_OPERATORS, GB, Hardware, Link
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.training_job import Precision, TrainingJob
@@ -110,7 +110,7 @@ def hardware_of(row: Row, *, data_sheet: bool = False) -> Hardware:
             source="stated by the row's source",
         )
         found = replace(found, inter_node=link)
-    return found
+    return found.running({"gather": FSDP_OPERATORS["gather"]})
 
 
 def precision_of(row: Row) -> Precision:

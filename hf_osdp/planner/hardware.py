@@ -255,7 +255,7 @@ class FsdpOverhead:
 
 
 _OPERATORS = {
-    "copy": (8, 0.0, 0.0), "flatten": (17, 0.2, 0.0), "gather": (60, 3.3, 0.0), "reduce": (55, 4.4, 0.0),
+    "copy": (8, 0.0, 0.0), "flatten": (17, 0.2, 0.0), "gather": (40, 1.7, 0.0), "reduce": (55, 4.4, 0.0),
     "fused": (0.0, 0.4, 0.0), "foreach": (0.0, 1.3, 0.0), "for_loop": (0.0, 8.5, 0.0),
 }  # fmt: skip
 """CPU time of a unit's work and of AdamW, as multiples of an operator's: for a call, and for each tensor; and as
@@ -268,10 +268,12 @@ that work launches few. Fitted to steps of an H100: docs/rates.md.
 """
 DDP_OPERATORS = {"copy": (0.0, 1.1, 0.0), "flatten": (0.0, 2.6, 0.0)}
 """What differs under torch's DDP and autocast, which casts each weight and each gradient by itself."""
-FSDP_OPERATORS = {"fused": (0.0, 4.8, 0.0), "foreach": (0.0, 6.0, 0.0), "for_loop": (0.0, 33.0, 0.0)}
-"""What differs under FSDP2 as it comes, whose optimizers step DTensors."""
+FSDP_OPERATORS = {
+    "gather": (60, 3.3, 0.0), "fused": (0.0, 4.8, 0.0), "foreach": (0.0, 6.0, 0.0), "for_loop": (0.0, 33.0, 0.0),
+}  # fmt: skip
+"""What differs under FSDP2 as it comes, which copies shards twice, and whose optimizers step DTensors."""
 _AMONG_RANKS = {
-    "copy": (8, 0.0, 1.0), "flatten": (10, 1.2, 1.0), "gather": (85, 4.2, 2.4), "reduce": (55, 4.4, 5.4),
+    "copy": (8, 0.0, 1.0), "flatten": (10, 1.2, 1.0), "gather": (50, 2.4, 2.4), "reduce": (55, 4.4, 5.4),
     "fused": (0.0, 0.9, 4.4), "foreach": (0.0, 3, 28), "for_loop": (0.0, 8, 34),
 }  # fmt: skip
 """The same, as measured in float32 on two gloo ranks of two CPU cores in November 2026 (torch 2.13): rounded means of
