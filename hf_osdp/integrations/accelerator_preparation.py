@@ -210,7 +210,8 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         bind_optimizer(model, run.plan, run.units, optimizers)
         if self.meter is None or self.meter.model is None:
             skips = self.scaler is not None and self.scaler.is_enabled() and run.budget is None
-            self.meter = StepMeter(model, self.device, self._report, run.plan, may_skip=skips)
+            beside = self.beside.placed_tensors
+            self.meter = StepMeter(model, self.device, self._report, run.plan, may_skip=skips, beside=beside)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

@@ -148,7 +148,9 @@ class OptimalShardedDataParallel(nn.Module):
 
         prepare_new_optimizers(self.module, bind)
         self._scales = precision.compute is DType.FLOAT16
-        self._meter = StepMeter(self.module, device, self._report, plan, may_skip=self._scales)
+        self._meter = StepMeter(
+            self.module, device, self._report, plan, may_skip=self._scales, beside=beside.placed_tensors
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  what the model returns
         """Run the model's forward pass.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 import statistics
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -44,8 +44,9 @@ class StepMeter:
     A step is from the first training forward to the end of the optimizer's step; time between steps does not count.
     The first step warms up and is not timed. On CUDA the peak is the allocator's largest peak of all steps, less the
     workspaces of matrix products, which plans count as reserved by the device. On the CPU it is the peak of live
-    tensor bytes (`MemoryTracker`) in the second step, which is not timed: of the model, the optimizer, the batch, and
-    what the step makes; None if code skips the tracker, or the step begins in a dispatch mode of the loop.
+    tensor bytes (`MemoryTracker`) in the second step, which is not timed: of the model, the optimizer, the batch, what
+    is beside them, and what the step makes; None if code skips the tracker, or the step begins in a dispatch mode of
+    the loop.
     """
 
     model: nn.Module | None = None
@@ -60,15 +61,16 @@ class StepMeter:
         *,
         may_skip: bool,
         steps: int = _STEPS,
+        beside: Callable[[], Iterable[torch.Tensor]] = tuple,
     ) -> None:
         """Register hooks on the model and on all optimizers; `report` is called once, on every rank, with the
-        measurements.
+        measurements. `beside` returns tensors of other models.
 
         If a loss scaler `may_skip` the optimizer's step, a new step begins after the plan's number of micro-steps;
         otherwise all passes up to the optimizer's step are one step.
         """
         self.model, self._device, self._report = model, device, report
-        self._on_cuda = device.type == "cuda"
+        self._on_cuda, self._beside = device.type == "cuda", beside
         self._steps, self._micro_steps = steps, plan.accumulation_steps if may_skip else None
         self._optimizer: torch.optim.Optimizer | None = None
         self._passes = 0
@@ -148,7 +150,7 @@ class StepMeter:
         elif len(self._durations) == 1 and not in_any_mode():  # a mode may end within the step, and take ours off
             assert self.model is not None and self._optimizer is not None
             self._tracker = MemoryTracker(block_bytes=1, device_type=self._device.type)
-            self._tracker.track([*_training_tensors(self.model, self._optimizer), *batch])
+            self._tracker.track([*_training_tensors(self.model, self._optimizer), *self._beside(), *batch])
             self._tracker.__enter__()
 
     def _leave(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -88,6 +89,7 @@ class ModelsBeside:
     def __init__(self, device: torch.device, models: Iterable[nn.Module] = ()) -> None:
         self._device = device
         self._waiting: dict[nn.Module, RemovableHandle] = {}
+        self._placed = WeakSet[nn.Module]()
         for model in models:
             if not isinstance(model, nn.Module):
                 raise ValueError(f"OSDPConfig(also={shown(model)}) must hold models.")
@@ -133,6 +135,10 @@ class ModelsBeside:
         others |= other_tensors(self._device, [trained, *chain(*models.values())])
         return {"other_models": others, "models_beside": self.bytes()}
 
+    def placed_tensors(self) -> list[torch.Tensor]:
+        """Return what the models have on the device."""
+        return [tensor for model in self._placed for tensor in tensors_in(model)]
+
     def leave_out(self, trained: nn.Module) -> None:
         """Forget the trained model and its parts, which the plan itself places."""
         for part in trained.modules():
@@ -154,6 +160,7 @@ class ModelsBeside:
         if sharded:
             _shard(model)
         move_to_device(model, self._device)
+        self._placed.add(model)
 
 
 def _as_sharded(model: nn.Module) -> EvaluatedModel:
