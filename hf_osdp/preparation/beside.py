@@ -95,6 +95,13 @@ class ModelsBeside:
                 raise ValueError(f"OSDPConfig(also={shown(model)}) must hold models.")
             self.add(model)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out weak references, which cannot be pickled, as an accelerator is."""
+        return {name: value for name, value in vars(self).items() if name != "_placed"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _placed=WeakSet())
+
     def add(self, model: nn.Module) -> None:
         """Let a model wait for the plan; one that runs before is whole from then on."""
         if model not in self._waiting and not any(map(is_under_plan, model.modules())):
