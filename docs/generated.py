@@ -26,27 +26,44 @@ CODE = re.compile(r"(<!-- code: (.+?) -->)\n.*?(<!-- end of code -->)", re.DOTAL
 DOCS = Path(__file__).parent
 Row = dict[str, str]
 BLANK = re.compile(r"‹[^›]*›")
+HOP = "; hop latency: NCCL 2.18 src/graph/tuning.cc, ring, Simple protocol"
+"""What the sources of nearly all links end with; the page says it once."""
 
 
 def cli_reference() -> str:
-    """Each command with its help, its arguments and its options."""
+    """Each command with its help, its arguments and its options; options that `plan` has, too, only by name."""
     group = typer.main.get_command(app)
-    return "\n".join(line for name, command in group.commands.items() for line in _command(name, command))
+    plans = {option.name: option for option in group.commands["plan"].params}
+    return "\n".join(line for name, command in group.commands.items() for line in _command(name, command, plans))
 
 
-def _command(name: str, command: typer.core.TyperCommand) -> Iterator[str]:
+def _command(name: str, command: typer.core.TyperCommand, plans: dict[str, typer.core.TyperOption]) -> Iterator[str]:
     about, *examples = (command.help or "").strip().split("\n\n")
     yield f"## hf-osdp {name}\n\n{' '.join(about.split())}\n"
     for text in examples:
         is_command = text.startswith("hf-osdp ")
         yield f"```bash\n{' '.join(text.split())}\n```\n" if is_command else f"{' '.join(text.split())}\n"
-    yield "| option | what it says |\n| --- | --- |"
-    for option in command.params:
-        is_argument, metavar = option.param_type_name == "argument", _cell(option.metavar or "")
-        names = [metavar] if is_argument else [*option.opts, *option.secondary_opts]
-        value = "" if is_argument or option.is_flag or not metavar else f" {metavar}"
-        yield f"| `{', '.join(names)}{value}` | {_cell(option.help or '')} |"
-    yield ""
+    told = option_texts() if name == "plan" else {option.name: option.help for option in plans.values()}
+    same = [option for option in command.params if (option.help or "").startswith(told.get(option.name) or "\0")]
+    if own := [option for option in command.params if option not in same]:
+        yield "| option | what it says |\n| --- | --- |"
+        yield from (f"| {_flag(option)} | {_cell(option.help or '')} |" for option in own)
+        yield ""
+    if name == "plan":
+        yield f"The others are [options of OSDPConfig](options.md): {', '.join(map(_flag, same))}.\n"
+    elif not own:
+        left_out = [option for option in plans.values() if option.name not in {other.name for other in same}]
+        yield f"All options of [`plan`](#hf-osdp-plan) but {', '.join(map(_flag, left_out))}.\n"
+    elif same:
+        yield f"As in [`plan`](#hf-osdp-plan): {', '.join(map(_flag, same))}.\n"
+
+
+def _flag(option: typer.core.TyperOption) -> str:
+    """An option's names and the name of its value."""
+    is_argument, metavar = option.param_type_name == "argument", _cell(option.metavar or "")
+    names = [metavar] if is_argument else [*option.opts, *option.secondary_opts]
+    value = "" if is_argument or option.is_flag or not metavar else f" {metavar}"
+    return f"`{', '.join(names)}{value}`"
 
 
 def _cell(text: str) -> str:
@@ -59,7 +76,8 @@ def preset_table() -> str:
         "| `--device` | memory | inside a machine, GB/s | between machines, GB/s | fp16, TFLOP/s | bf16, TFLOP/s |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
-    sources = []
+    devices: dict[str, list[str]] = {}
+    links: dict[str, list[str]] = {}
     for name in preset_names():
         hardware, sheet = (preset(name, nodes=2, devices_per_node=8, data_sheet=flag) for flag in (False, True))
         device = hardware.device
@@ -73,11 +91,15 @@ def preset_table() -> str:
         rates = [tuple(part.device.flops_per_s.get(dtype) for part in (hardware, sheet)) for dtype in low]
         products = " | ".join(" / ".join(f"{rate / 1e12:.3g}" if rate else "-" for rate in pair) for pair in rates)
         lines.append(f"| {name} | {format_bytes(device.memory_bytes)} | {inside} | {between} | {products} |")
-        sources.append(
-            f"- {name}: {_cell(device.source)}. Links: {_cell(hardware.intra_node.source)};"
-            f" {_cell(hardware.inter_node.source)}."
-        )
-    return "\n".join([*lines, "", "## Where the figures are from", "", *sources])
+        devices.setdefault(device.source, []).append(name)
+        for link in (hardware.intra_node, hardware.inter_node):
+            links.setdefault(link.source.removesuffix(HOP), []).append(name)
+    lines += ["", "## Where the figures of devices are from", "", *_by_source(devices)]
+    return "\n".join([*lines, "", "## Where the rates of links are from", "", *_by_source(links)])
+
+
+def _by_source(names: dict[str, list[str]]) -> Iterator[str]:
+    return (f"- {', '.join(those)}: {_cell(source)}." for source, those in names.items())
 
 
 def options_by_subject() -> str:

@@ -81,18 +81,17 @@ class OSDPConfig(Decisions):
     None takes it from the training arguments or the DataLoader.
     """
     batch_by_tokens: bool | None = None
-    """Sort each rank's samples of a step by length, and cut them into micro-batches of at most as many tokens as the
-    plan's, so that short ones are not padded to long ones; a step's samples stay the same. None: where the Trainer's
-    loss and model allow it, and it saves time."""
+    """Sort each rank's samples of a step by length and cut them into micro-batches of at most the plan's tokens, so
+    that little is padded. None: where the Trainer's loss and model allow it, and it saves time."""
     inputs: Callable[[int], Mapping[str, Any]] | None = None
-    """A function from a number of samples to forward's keyword arguments, including labels, for a model whose batch
-    cannot be derived; Python only. None makes a batch from the model."""
+    """A function from a number of samples to forward's keyword arguments with labels, for a model whose batch cannot
+    be derived; Python only."""
     beside: int | float | str | None = None
-    """Memory of each device that another program takes, such as vLLM: a share of all of it, such as 0.3, or bytes,
-    such as 24GiB. Default: what others have when planning starts; of vLLM inside TRL, what is configured there."""
+    """Memory of each device that another program takes, such as vLLM: a share (0.3) or bytes (24GiB). Default: what
+    others have when planning starts; of vLLM inside TRL, what is configured there."""
     also: tuple[Any, ...] = ()
-    """Models that the script runs forward beside the trained one, such as a teacher; Python only. The plan leaves them
-    room and moves them to the device, in shards where that is faster. The Trainer knows its own."""
+    """Models that run forward beside the trained one, such as a teacher; Python only. The plan leaves them room and
+    moves them to the device, in shards where that is faster. The Trainer knows its own."""
     hardware: Hardware | str | None = None
     """A description or the name of a preset; default: this machine is measured when the run starts."""
     nodes: int | None = None
@@ -106,8 +105,8 @@ class OSDPConfig(Decisions):
     They are then not measured again. In Python also the `Profile` itself.
     """
     time_blocks: bool = True
-    """Time a few of the model's blocks on the devices before planning, a second or two the first time and then kept on
-    disk; False estimates them from the rates of the hardware. Not if `hardware`, `profile` or `plan` is given."""
+    """Time a few of the model's blocks on the devices before planning; False estimates them from the rates of the
+    hardware. Not if `hardware`, `profile` or `plan` is given."""
     memory_limit: int | float | str | None = None
     """Memory of each device that training may use, such as 8GiB; default: all of it.
 
@@ -118,8 +117,8 @@ class OSDPConfig(Decisions):
     tensors, and 0 on the CPU.
     """
     on_oom: Literal["raise", "replan"] = "raise"
-    """If a device runs out of memory in spite of the plan, `raise` reports where, and a lower limit; `replan` lets the
-    launcher (`torchrun --max-restarts 3`) restart all ranks under that limit, from the last complete checkpoint."""
+    """If a device runs out of memory in spite of the plan: `raise` reports where, and a lower limit; `replan` lets the
+    launcher (`torchrun --max-restarts 3`) restart under that limit, from the last checkpoint."""
     strategy: Literal["osdp", "fsdp", "ddp", "zero2", "hsdp", "two_stage"] = "osdp"
     """`osdp` decides for each unit; the others use one layout for all units."""
     simplicity: float = 0.001
@@ -134,13 +133,11 @@ class OSDPConfig(Decisions):
     operator_splitting: bool = True
     """Split blocks into operator units, and operators into slices, if memory is short and that makes steps faster."""
     blocks_per_unit: int | None = None
-    """Most equal blocks in a unit, which are gathered and reduced together: fewer messages and less work for the CPU,
-    but more memory. Default: 1, 2, 4 or 8, whichever trains fastest; 1 for models that leave out layers at random.
-    """
+    """Most equal blocks in a unit, which are gathered and reduced together: fewer messages, but more memory. Default:
+    1, 2, 4 or 8, whichever trains fastest; 1 for models that leave out layers at random."""
     split_vocabulary: bool | None = None
-    """Compute the loss in chunks where that pays; outputs.logits are then computed when they are read. Default: as
-    under the Trainer, which allows it if the loss is the model's; other loops need OSDPConfig(split_vocabulary=True).
-    """
+    """Compute the loss in chunks where that pays; outputs.logits are then computed when they are read. Default: where
+    the Trainer trains with the model's own loss."""
     compile: bool = False
     """Compile the forward of each block with Inductor before it is sharded.
 
@@ -161,11 +158,9 @@ class OSDPConfig(Decisions):
     the effect on the loss.
     """
     report: bool = True
-    """Write `osdp_report.json`, the plan with its estimate and measurement, into the run's output folder; False keeps
-    the folder to checkpoints."""
+    """Write `osdp_report.json`, the plan with its estimate and measurement, into the run's output folder."""
     async_save: bool = False
-    """Checkpoints of several processes are written in shards (`state_dict_type="SHARDED_STATE_DICT"`) while training
-    continues; each is complete before the next begins, and before training ends."""
+    """Write checkpoints in shards (`state_dict_type="SHARDED_STATE_DICT"`) while training continues."""
     resume_after_restart: bool = True
     """After a restart by `torchrun --max-restarts` or a SLURM requeue, the Trainer continues from the last complete
     checkpoint.
