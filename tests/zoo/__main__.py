@@ -106,8 +106,7 @@ def markdown(rows: Sequence[Row]) -> str:
         worst=f"{max((row.difference for row in listed[ranks.EQUAL] if row.difference), default=0.0):.0e}",
         tolerance=f"{ranks.TOLERANCE:.0e}",
         unequal=_named(listed[ranks.UNEQUAL]), refused=_named(listed[ranks.REFUSED]),
-        untrained=_named(listed[ranks.PLANNED]), made=_named(listed[ranks.NOT_MADE]),
-        stock=_named(listed[ranks.STOCK]),
+        untrained=_named(listed[ranks.PLANNED]),
         versions=", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "accelerate")),
     )  # fmt: skip
 
