@@ -73,8 +73,8 @@ def _cell(text: str) -> str:
 def preset_table() -> str:
     """Every preset, with its links; below the table where the figures are from."""
     lines = [
-        "| `--device` | memory | inside a machine, GB/s | between machines, GB/s | fp16, TFLOP/s | bf16, TFLOP/s |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| `--device` | memory | inside a machine, GB/s | between machines, GB/s | TFLOP/s in fp16; in bf16 |",
+        "| --- | ---: | ---: | ---: | ---: |",
     ]
     devices: dict[str, list[str]] = {}
     links: dict[str, list[str]] = {}
@@ -89,7 +89,9 @@ def preset_table() -> str:
             inside += f"; {shared / 1e9:.3g} for all devices"
         low = (DType.FLOAT16, DType.BFLOAT16)
         rates = [tuple(part.device.flops_per_s.get(dtype) for part in (hardware, sheet)) for dtype in low]
-        products = " | ".join(" / ".join(f"{rate / 1e12:.3g}" if rate else "-" for rate in pair) for pair in rates)
+        products = "; ".join(
+            dict.fromkeys(" / ".join(f"{rate / 1e12:.4g}" if rate else "-" for rate in pair) for pair in rates)
+        )
         lines.append(f"| {name} | {format_bytes(device.memory_bytes)} | {inside} | {between} | {products} |")
         devices.setdefault(device.source, []).append(name)
         for link in (hardware.intra_node, hardware.inter_node):
