@@ -123,7 +123,9 @@ class OSDPConfig(Decisions):
     """`osdp` decides for each unit; the others use one layout for all units."""
     simplicity: float = 0.001
     """Price of each further layout, group of ranks and use of the host, as a share of a step's time; 0 takes the
-    fastest plan. A plan that gives up some of them states how much slower it is.
+    fastest plan.
+
+    A plan that gives up some of them states how much slower it is.
     """
     block_classes: tuple[str, ...] | str | None = None
     """Classes that become units, as one comma-separated text; default: found in the model.
