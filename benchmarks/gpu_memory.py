@@ -16,9 +16,8 @@ the optimizer are those of FSDP2 and torch, on the device. There are two questio
 2. Plans of the search under a limit that `torch.cuda.set_per_process_memory_fraction` enforces: at the least limit
    that the planner calls feasible, and between it and what DDP needs. No such plan may run out of memory, and of a
    limit of 4 GiB or more at least 98 % of what the margin leaves must be used. Beside them stands whether the plan
-   runs in 97 % of its limit, and with segments that do not expand, whose count is the last line but one. Then each
-   limit is lowered until the step really runs out of memory; `--limits` leaves that and the layouts out, and takes
-   more models. `--margin` plans with this `memory_margin`.
+   runs in 97 % of its limit, and with segments that do not expand, whose count is the last line but one. `--limits`
+   leaves the layouts out, and takes more models. `--margin` plans with this `memory_margin`.
 
 The workspace of cuBLAS is in the same allocator; it is measured first and given to the planner as reserved memory.
 Without a CUDA device, the program says so and measures nothing. The last line is the headline; the exit code is 1 if
@@ -33,7 +32,7 @@ import itertools
 import json
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -71,10 +70,6 @@ STEPS = 3
 AIM_ERROR, AIM_USED, LARGE_BYTES = 0.01, 0.98, 4 * 2**30
 BETWEEN = (0.0, 0.25, 0.6)
 """Limits, as fractions of the way from the least feasible one to what DDP needs."""
-MOST_SHORT = 1.5
-"""Highest multiple of its limit that is tried for a plan that fails at its limit."""
-RESOLUTION = 0.0025
-"""Resolution of the lowest limit, as a fraction of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +167,6 @@ class LimitRow:
     """Whether the plan also runs in 97 % of its limit."""
     fits_fixed: bool = False
     """Whether the plan also runs with segments that do not expand."""
-    survives_bytes: int | None = None
-    """Lowest limit under which the step still runs; None if no limit up to the device's memory suffices."""
 
     @property
     def used(self) -> float | None:
@@ -198,7 +191,7 @@ class Setting:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two layouts of GPT-2 small in one precision, one limit")
-    parser.add_argument("--limits", action="store_true", help="limits only, without the walk, of more models in bf16")
+    parser.add_argument("--limits", action="store_true", help="limits only, of more models in bf16")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, help="these layouts only, of more models in bf16")
     parser.add_argument("--models", nargs="+", choices=MODELS | MORE_MODELS, help="of these models only")
     parser.add_argument("--margin", type=float, metavar="SHARE", help="share of the limit that plans leave free")
@@ -219,7 +212,7 @@ def main() -> int:
             chosen = (("zero3", "mixed"), (0.0,)) if options.quick else (LAYOUTS, BETWEEN)
             chosen = ((), (*BETWEEN, 0.9)) if options.limits else chosen
             chosen = (options.layouts, ()) if options.layouts else chosen
-            chosen = (chosen[0], options.between or chosen[1], not options.limits, options.margin)
+            chosen = (chosen[0], options.between or chosen[1], options.margin)
             found = pool.submit(measure_on_cuda, name, precision, *chosen).result()
         layouts += found[0]
         limits += found[1]
@@ -242,28 +235,24 @@ def main() -> int:
 
 
 def measure_on_cuda(
-    name: str, precision: str, layouts: Sequence[str], between: Sequence[float], walks: bool = True,
-    margin: float | None = None,
-) -> tuple[list[LayoutRow], list[LimitRow]]:  # fmt: skip
+    name: str, precision: str, layouts: Sequence[str], between: Sequence[float], margin: float | None = None
+) -> tuple[list[LayoutRow], list[LimitRow]]:
     """Return all rows of one model in one precision on the first GPU; run this in a separate process."""
     transformers.logging.set_verbosity_error()
     memory = CudaMemory(Precision.named(precision))
     with fake_process_group(WORLD):
         model = (MODELS | MORE_MODELS)[name]
         setting = replace(setting_of(name, model, precision, memory.device), margin=margin)
-        return measure(setting, memory, layouts, between, walks=walks)
+        return measure(setting, memory, layouts, between)
 
 
 def measure(
-    setting: Setting, memory: Memory, layouts: Sequence[str], between: Sequence[float], *, walks: bool = True
+    setting: Setting, memory: Memory, layouts: Sequence[str], between: Sequence[float]
 ) -> tuple[list[LayoutRow], list[LimitRow]]:
     """Return all rows of a setting. Needs a process group of `WORLD` ranks that sends nothing."""
     return (
         [measure_layout(setting, memory, layout) for layout in layouts],
-        [
-            measure_limit(setting, memory, part, limit, walks=walks)
-            for part, limit in limits_of(setting, memory, between)
-        ],
+        [measure_limit(setting, memory, part, limit) for part, limit in limits_of(setting, memory, between)],
     )
 
 
@@ -302,10 +291,8 @@ def measure_layout(setting: Setting, memory: Memory, layout: str) -> LayoutRow:
     )
 
 
-def measure_limit(
-    setting: Setting, memory: Memory, between: float, limit_bytes: int, *, walks: bool = True
-) -> LimitRow:
-    """Measure the search's plan at its limit and, with `walks`, find the lowest limit under which it still runs."""
+def measure_limit(setting: Setting, memory: Memory, between: float, limit_bytes: int) -> LimitRow:
+    """Measure the search's plan at its limit."""
     hardware = hardware_of(memory, setting.margin)
     plan = search(_problem(setting, hardware, limit_bytes)).plan
     reading = attempt(plan, setting, memory, limit_bytes)
@@ -322,14 +309,6 @@ def measure_limit(
         retries=None if reading is None else reading.retries,
         fits_97=attempt(plan, setting, memory, int(0.97 * limit_bytes)) is not None,
         fits_fixed=attempt(plan, setting, memory, limit_bytes, expandable=False) is not None,
-        survives_bytes=None
-        if not walks
-        else lowest_limit(
-            lambda limit: attempt(plan, setting, memory, limit) is not None,
-            limit_bytes,
-            min(memory.total_bytes, int(MOST_SHORT * limit_bytes)),
-            fits=reading is not None,
-        ),
     )
 
 
@@ -357,33 +336,6 @@ def attempt(
         pass  # memory is freed below, because the traceback still holds the tensors here
     gc.collect()
     return reading
-
-
-def lowest_limit(survives: Callable[[int], bool], start: int, most: int, *, fits: bool) -> int | None:
-    """Return the lowest limit under which a step runs, to within `RESOLUTION`; search down from `start` if it fits,
-    else up.
-
-    Args:
-        survives: returns whether a step runs under this number of bytes.
-        start: first limit.
-        most: highest limit to try.
-        fits: the result of `survives` for `start`.
-    """
-    step = max(1, int(start * RESOLUTION))
-    low = high = start
-    while fits and low == high:
-        low = max(0, high - 4 * step)
-        if low and survives(low):
-            high = low
-    while not fits and high < most:
-        low, high = high, min(most, high + 4 * step)
-        fits = survives(high)
-    if not fits:
-        return None
-    while high - low > step:
-        middle = (low + high) // 2
-        low, high = (low, middle) if survives(middle) else (middle, high)
-    return high
 
 
 def headline(layouts: Sequence[LayoutRow], limits: Sequence[LimitRow]) -> tuple[str, bool]:
@@ -467,7 +419,7 @@ def show(layouts: Sequence[LayoutRow], limits: Sequence[LimitRow]) -> None:
               f"{_text(row.reserved_bytes):>11}{error:>9}")  # fmt: skip
     if not limits:
         return sys.stdout.flush()
-    names = ("limit", "planned", "allocated", "reserved", "retries", "used", "survives")
+    names = ("limit", "planned", "allocated", "reserved", "retries", "used")
     print(
         f"\n{'model':<13}{'dtype':<6}"
         + "".join(f"{name:>{8 if name in ('retries', 'used') else 11}}" for name in names)
@@ -480,7 +432,7 @@ def show(layouts: Sequence[LayoutRow], limits: Sequence[LimitRow]) -> None:
         others = ", ".join("fits" if fits else "out" for fits in (row.fits_97, row.fits_fixed))
         retries = "-" if row.retries is None else row.retries
         texts = "".join(f"{_text(size):>11}" for size in sizes)
-        texts += f"{retries:>8}{used:>8}{_text(row.survives_bytes):>11}"
+        texts += f"{retries:>8}{used:>8}"
         print(f"{row.model:<13}{row.precision:<6}{texts}  {outcome}, {others}")
     sys.stdout.flush()
 

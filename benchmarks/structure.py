@@ -1,14 +1,11 @@
-"""Measure the structure of `hf_osdp/`: lines, statements with and without docstrings, files, upward imports, import
-cycles, files that name each feature, and files that run before `fully_shard`.
+"""Measure the structure of `hf_osdp/`: lines, statements with and without docstrings, files, import cycles, and files
+that name each feature.
 
     python benchmarks/structure.py [--json]       # needs nothing but Python
-    python benchmarks/structure.py --executed     # also the files that run, which needs torch and transformers
 
 A file names a feature if a word of its code or of its messages matches; comments, docstrings and the names of a user's
 options (`compile`, `communication`) do not count.
-Cycles and upward imports are those between modules; imports inside functions count, imports for type checkers do not.
-The files that run are found by running `Trainer(osdp=True)` with a tiny model on two ranks until the first call of
-`fully_shard`.
+Cycles are those between modules; imports inside functions count, imports for type checkers do not.
 """
 
 from __future__ import annotations
@@ -18,33 +15,12 @@ import ast
 import functools
 import io
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
-import tempfile
 import tokenize
 from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LAYERS = (
-    ("errors", "quantities", "reading"),
-    ("planner",),
-    ("report",),
-    ("modeling",),
-    ("tracing",),
-    ("distributed",),
-    ("measurement",),
-    ("sharding",),
-    ("checkpoint",),
-    ("preparation",),
-    ("integrations",),
-    ("cli", "run"),
-)
-"""Packages from the lowest to the highest, as in pyproject.toml's import contract."""
-
 FEATURES = {
     "operators in slices": r"slices|sliced|slice_|operatorsplit|splitoperator",
     "loss in chunks": r"loss_?chunk|chunk(ed)?_?(loss|head)|sumofchunks|sumoflosses",
@@ -102,20 +78,6 @@ def _is_for_type_checkers(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
-def upward_imports(graph: dict[str, set[str]]) -> list[str]:
-    """Return the imports in which a lower package imports a higher one."""
-    level = {part: height for height, parts in enumerate(LAYERS) for part in parts}
-
-    def height(name: str) -> int | None:
-        return level.get(name.split(".")[1]) if "." in name else None
-
-    pairs = ((name, other) for name, others in graph.items() for other in sorted(others))
-    known = ((name, other, height(name), height(other)) for name, other in pairs)
-    return [
-        f"{name} -> {other}" for name, other, low, high in known if low is not None and high is not None and high > low
-    ]
-
-
 def import_cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     """Return groups of modules that import each other (Tarjan's strongly connected components)."""
     index: dict[str, int] = {}
@@ -168,81 +130,6 @@ def files_naming(feature: str) -> list[str]:
     return [name for name in found if name not in OTHER_REASONS.get(feature, ())]
 
 
-def executed_files() -> list[str]:
-    """Return the files of the package that run between `Trainer(osdp=True)` and `fully_shard`, in order."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    launch = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "HF_HUB_OFFLINE": "1",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--as-rank"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **launch, "PYTHONPATH": str(ROOT), "RANK": rank, "LOCAL_RANK": rank},
-        )
-        for rank in ("0", "1")
-    ]  # fmt: skip
-    try:
-        said, failed = ranks[0].communicate(timeout=300)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    lines = [line for line in said.splitlines() if line.startswith("ROAD ")]
-    if not lines:
-        raise RuntimeError(f"The run did not reach fully_shard: {failed[-2000:]}")
-    return json.loads(lines[-1].removeprefix("ROAD "))
-
-
-def _train_one_step() -> None:
-    """Train a step as one of two ranks, and print which files ran before `fully_shard`."""
-    import torch
-    from torch.distributed.fsdp import _fully_shard
-    from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
-
-    from hf_osdp import OSDPConfig, Trainer
-
-    config = GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=0)
-    data = [{"input_ids": torch.arange(16), "labels": torch.arange(16)} for _ in range(8)]
-    package, seen = str(ROOT / "hf_osdp") + os.sep, dict[str, None]()
-
-    def profile(frame, event, argument):
-        if (
-            event == "call"
-            and (path := frame.f_code.co_filename).startswith(package)
-            and frame.f_code.co_name != "<module>"
-        ):
-            seen.setdefault(path[len(package) :])
-
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder, max_steps=1, per_device_train_batch_size=2, use_cpu=True, report_to="none"
-        )
-
-        def reached(*args, **options):
-            sys.setprofile(None)
-            print("ROAD " + json.dumps(list(seen)), flush=True)
-            os._exit(0)
-
-        import hf_osdp.sharding.apply as apply
-
-        for module in (_fully_shard, apply):
-            module.fully_shard = reached
-        sys.setprofile(profile)
-        Trainer(
-            model=GPT2LMHeadModel(config),
-            args=arguments,
-            train_dataset=data,
-            osdp=OSDPConfig(hardware=None, strategy="fsdp"),
-        ).train()
-
-
 def sizes_of(paths: Iterable[Path]) -> dict[str, int]:
     """Return the lines of the files, and their statements with and without docstrings."""
     texts = [path.read_text(encoding="utf-8") for path in paths]
@@ -258,7 +145,7 @@ def sizes_of(paths: Iterable[Path]) -> dict[str, int]:
     }
 
 
-def measure(*, executed: bool) -> dict[str, object]:
+def measure() -> dict[str, object]:
     """Return all figures."""
     known = modules()
     graph = {name: imports(name, path, known) for name, path in known.items()}
@@ -275,11 +162,9 @@ def measure(*, executed: bool) -> dict[str, object]:
             for folder in ("tests", "benchmarks", "recipes")
             for name, size in sizes_of((ROOT / folder).rglob("*.py")).items()
         },
-        "upward_imports": upward_imports(graph),
         "import_cycles": import_cycles(graph),
         "files_naming_fsdp2s_insides": sum("_fully_shard" in path.read_text("utf-8") for path in known.values()),
         "files_naming": {feature: files_naming(feature) for feature in FEATURES},
-        **({"files_before_fully_shard": executed_files()} if executed else {}),
     }
 
 
@@ -287,22 +172,13 @@ def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description="Measure the structure of hf_osdp.")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--executed", action="store_true", help="also run a training until `fully_shard`")
-    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.as_rank:
-        return _train_one_step()
-    found = measure(executed=options.executed)
+    options, found = parser.parse_args(), measure()
     if options.json:
-        print(json.dumps(found, indent=1))
-        return None
+        return print(json.dumps(found, indent=1))
     for feature, files in found.pop("files_naming").items():
         print(f"{len(files):3} files name {feature}:", *files)
     for name, value in found.items():
-        if name == "files_before_fully_shard":
-            print(f"{len(value)} files run before fully_shard:", *value, sep="\n  ")
-        else:
-            print(f"{name.replace('_', ' '):44}", len(value) if isinstance(value, list) else value)
+        print(f"{name.replace('_', ' '):44}", len(value) if isinstance(value, list) else value)
     return None
 
 

@@ -64,15 +64,6 @@ def parse_share(value: int | float | str, whole_bytes: int, *, name: str) -> int
     return round(share * whole_bytes) if 0 <= share < 1 else parse_limit(value, name=name)
 
 
-def whole_bytes(value: int | float) -> int:
-    """Return a number of bytes given without a unit; raise ValueError if it is not between 1 byte and 2**60 bytes."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 1 <= value < 2**60:
-        return int(value)
-    raise ValueError(
-        f'memory_limit_bytes={value!r} must be a number of bytes from 1 to 2**60; give one, for example 8 * 2**30 or parse_bytes("8GiB").'  # noqa: E501
-    )
-
-
 def format_bytes(count: int | float) -> str:
     """`1536` → `"1.5 KiB"`. Binary units, as is usual for device memory."""
     sign, amount = ("-", -count) if count < 0 else ("", count)

@@ -21,7 +21,6 @@ TINY = Model(
 LIMITS = (("GPT-2 small", "bf16"), ("Llama 1B", "bf16"), ("BERT large", "no"), ("GPT-2 medium", "bf16"))
 BETWEEN = (0.0, 0.15, 0.35, 0.6, 0.9)
 """Fractions of the way from the least feasible limit to what DDP needs; 20 limits with four models."""
-WALKED = (("GPT-2 small", "bf16", (0.0, 0.5)), ("Llama 1B", "bf16", (0.3,)))
 
 
 @step(
@@ -36,7 +35,7 @@ def layouts(bench: Bench) -> None:
     cases = (("tiny", "bf16"),) if bench.rehearses else [(n, p) for p in ("bf16", "no") for n in gpu_memory.MODELS]
     for name, precision in in_time(bench, cases):
         chosen = ("zero3", "mixed") if bench.rehearses else LAYOUTS
-        found = measured(bench, name, precision, chosen, (), walks=False)[0]
+        found = measured(bench, name, precision, chosen, ())[0]
         rows += found
         for row in found:
             error = "out of memory" if row.error is None else f"{row.error:+.2%}"
@@ -63,19 +62,7 @@ def layouts(bench: Bench) -> None:
 def limits(bench: Bench) -> None:
     for name, precision in in_time(bench, (("tiny", "bf16"),) if bench.rehearses else LIMITS):
         between = (0.3,) if bench.rehearses else BETWEEN
-        show_limits(bench, measured(bench, name, precision, (), between, walks=False)[1])
-
-
-@step(
-    part=4,
-    expected_s=120,
-    limit_s=420,
-    rehearsal_s=None,
-    proves="limits walked down until the step really runs out of memory: how close to the truth plans are",
-)
-def walk(bench: Bench) -> None:
-    for name, precision, between in WALKED:
-        show_limits(bench, measured(bench, name, precision, (), between, walks=True)[1])
+        show_limits(bench, measured(bench, name, precision, (), between)[1])
 
 
 def in_time(bench: Bench, cases: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
@@ -97,23 +84,22 @@ def show_limits(bench: Bench, rows: Sequence[LimitRow]) -> None:
             model=row.model, dtype=row.precision, limit=size(row.limit_bytes), planned=size(row.planned_bytes),
             allocated=size(row.allocated_bytes), reserved=size(row.reserved_bytes),
             used="-" if row.used is None else f"{row.used:.1%}",
-            survives=size(row.survives_bytes), outcome="fits" if row.fits else "OUT OF MEMORY",
+            outcome="fits" if row.fits else "OUT OF MEMORY",
         )  # fmt: skip
         bench.aim(row.fits, f"{row.model} {row.precision}: the plan for {size(row.limit_bytes)} runs out of memory")
 
 
-def measured(bench: Bench, name: str, *args: Any, walks: bool) -> tuple[list[LayoutRow], list[LimitRow]]:
+def measured(bench: Bench, name: str, *args: Any) -> tuple[list[LayoutRow], list[LimitRow]]:
     """Return rows measured on the GPU, or of a tiny model in counted CPU memory."""
     if not bench.on_cpu:
-        return apart(measured_on_cuda, name, *args, walks)
+        return apart(measured_on_cuda, name, *args)
     from .counted_memory import CountedMemory
 
     precision, layouts, between = args
     memory = CountedMemory()
     with fake_process_group(WORLD):
-        return gpu_memory.measure(
-            gpu_memory.setting_of(name, TINY, precision, memory.device), memory, layouts, between, walks=walks
-        )
+        setting = gpu_memory.setting_of(name, TINY, precision, memory.device)
+        return gpu_memory.measure(setting, memory, layouts, between)
 
 
 def measured_on_cuda(name: str, *args: Any) -> tuple[list[LayoutRow], list[LimitRow]]:

@@ -3,7 +3,6 @@
     python -m benchmarks.published
     python -m benchmarks.published --data FOLDER   # other rows, in files of the same names
     python -m benchmarks.published --fit           # also fit the share of the peak that products reach
-    python -m benchmarks.published --choice        # also plan 20 problems by these rates and by data sheets
 
 Each row's run is laid out as it was: strategy, micro-batch, accumulation, recomputation, attention kernel, dtypes,
 LoRA. Rows whose settings or device are not known, or with compiled blocks, are listed with the reason. Of a file's
@@ -25,7 +24,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .choice import choice_table
 from .memory import memory_table, peak_ratio
 from .own import own_table
 from .rows import FOLDER, Row, read_rows
@@ -167,7 +165,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=FOLDER, help="folder of the three files of rows")
     parser.add_argument("--fit", action="store_true", help="fit the share of the peak that products reach")
-    parser.add_argument("--choice", action="store_true", help="plan 20 problems by these rates and by data sheets")
     options = parser.parse_args()
     rows = read_rows(options.data)
     results = estimated([row for row in rows if not row.why_not])
@@ -178,7 +175,6 @@ def main() -> int:
         ), "## This project's H100", own_table(), "## Devices", devices, "## Kinds", kind_table(results),
     ]  # fmt: skip
     parts += ["## Fit", fit_table(results)] if options.fit else []
-    parts += ["## Choice", choice_table()] if options.choice else []
     print("\n\n".join(parts))
     judged = [result for result in results if not result.row.is_fitted and result.row.device in AIMED]
     mean, worst = statistics.fmean(r.error for r in judged), max(r.error for r in judged)

@@ -1,4 +1,4 @@
-"""The command line: `hf-osdp plan | explain | compare | profile | config | run | app`."""
+"""The command line: `hf-osdp plan | explain | compare | profile | config | app`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from ..errors import InfeasibleError
 from .commands import compare, explain, plan
-from .machine_commands import config, profile, run
+from .machine_commands import config, profile
 from .options import Request, option, with_flags
 from .output import error_line
 
@@ -90,17 +90,11 @@ _COMMANDS: dict[str, tuple[Callable[..., object], str]] = {
         "gpt2-xl --sequence-length 1024 --output profile.json",
     ),
     "config": (with_flags(config, "memory_limit", "precision"), "--memory-limit 16GiB"),
-    "run": (run, "--config osdp.yaml train.py --num_train_epochs 1"),
     "app": (browser, "--port 7860"),
 }
 """Each command with the arguments of the example at the end of its help page."""
 for _name, (_command, _example) in _COMMANDS.items():
-    _others = (
-        {"allow_extra_args": True, "allow_interspersed_args": False, "ignore_unknown_options": True}
-        if _name == "run"
-        else {}
-    )
-    app.command(_name, epilog=f"Example: hf-osdp {_name} {_example}", context_settings=_others)(_command)
+    app.command(_name, epilog=f"Example: hf-osdp {_name} {_example}")(_command)
 
 
 def main() -> None:

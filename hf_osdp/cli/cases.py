@@ -10,14 +10,13 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import InfeasibleError, Remedy, first_line, nearest, refuse_first, shown
 from ..modeling.catalogue import find_shape, shape_names
 from ..planner.hardware import Backend, Hardware
 from ..planner.lengths import Lengths, lognormal
 from ..planner.optimizers import NEED_MODEL, spec_of_name
-from ..planner.placement import HOST_OPTIONS
 from ..planner.presets import assumed_host, preset, preset_names
 from ..planner.profile import Profile
 from ..planner.training_job import OptimizerSpec, Precision
@@ -216,24 +215,15 @@ class Case:
         return found
 
     def _hosts(self, problem: PlanningProblem) -> tuple[Remedy, ...]:
-        """Return the least memory of a host with which some plan fits, if the devices have no host yet; if the request
-        forbids what needs one, also that this has to go.
-        """
+        """Return the least memory of a host with which some plan fits, if the devices have no host yet."""
         from ..planner.search.remedies import fits_by_estimate
 
         if not self.request.device or problem.hardware.host is not None or self.device_type != "cuda":
             return ()
-        hosts = {memory: Case(replace(self.request, host_memory=memory)).hardware for memory in _HOST_MEMORIES}
-        forbidden = [name for name in HOST_OPTIONS if getattr(problem.job, name) is False]
-        free: dict[str, Any] = dict.fromkeys(forbidden)
-        allowed = replace(problem.job, **free)
-        for job in (problem.job, allowed)[: 1 + bool(forbidden)]:
-            for memory, hardware in hosts.items():
-                if fits_by_estimate(replace(problem, hardware=hardware, job=job)):
-                    flags = " or ".join(f"--no-{name.replace('_', '-')}" for name in forbidden)
-                    without = "" if job is problem.job else f", without {flags}"
-                    told = f"--host-memory {memory}{without} (if each machine has that much; none was given)"
-                    return (Remedy(told),)
+        for memory in _HOST_MEMORIES:
+            hardware = Case(replace(self.request, host_memory=memory)).hardware
+            if fits_by_estimate(replace(problem, hardware=hardware)):
+                return (Remedy(f"--host-memory {memory} (if each machine has that much; none was given)"),)
         return ()
 
 

@@ -1,12 +1,9 @@
-"""`hf-osdp config`, `run` and `profile`: write an accelerate configuration, run a script under a plan, measure a
-machine.
-"""
+"""`hf-osdp config` and `profile`: write an accelerate configuration, measure a machine."""
 
 from __future__ import annotations
 
 import os
 import shlex
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -97,21 +94,6 @@ def config(
         f"{output}: {num_nodes * processes} processes on {kind}, precision {precision}. Start a script{machines} with:"
         f"\n{launch}"
     )
-
-
-def run(
-    context: typer.Context,
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="The training script, followed by its arguments.")],
-    config: Annotated[Path, option("FILE", "The accelerate configuration, which `hf-osdp config` writes.")] = FILE,
-) -> None:
-    """Run an unchanged training script under a plan, like `accelerate launch -m hf_osdp.run`."""
-    for path in (config, script):
-        if not path.is_file():
-            raise ValueError(
-                f"There is no file {path}; give a script and, with --config, the file that hf-osdp config writes."
-            )
-    launch = ["-m", "accelerate.commands.launch", "--config_file", str(config), "-m", "hf_osdp.run"]
-    os.execv(sys.executable, [sys.executable, *launch, str(script), *context.args])
 
 
 def profile(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from ..errors import shown
-from ..quantities import whole_bytes
+from ..quantities import parse_bytes
 from .description import ModelDescription
 from .hardware import Hardware
 from .training_job import TrainingJob
@@ -60,7 +60,7 @@ class PlanningProblem:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", Strategy.parse(self.strategy))
-        object.__setattr__(self, "memory_limit_bytes", whole_bytes(self.memory_limit_bytes))
+        object.__setattr__(self, "memory_limit_bytes", parse_bytes(self.memory_limit_bytes, name="memory_limit_bytes"))
         check_simplicity(self.simplicity)
         precision = self.job.precision.on(self.hardware.world_size)
         object.__setattr__(self, "job", replace(self.job, precision=precision))

@@ -14,7 +14,8 @@ from ..distributed.mesh import rank
 from ..measurement.step_meter import Observation
 from ..planner.files import plain
 from ..quantities import format_seconds
-from ..report.content import Content, report_content, write_report
+from ..report.content import REPORT_FILE, Content, report_content
+from ..report.plan_file import write_json
 from ..report.tables import comparison_table, outcome_table, plan_lines, plan_table
 from .job import Job
 from .plan_run import PlannedRun, plan_run
@@ -70,8 +71,9 @@ def announce_result(run: PlannedRun, measured: Observation, output_dir: str | Pa
     if output_dir is None:
         return
     try:
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-        console.print(f"Report: {write_report(content, output_dir)}")
+        (path := Path(output_dir) / REPORT_FILE).parent.mkdir(parents=True, exist_ok=True)
+        write_json(content, path)
+        console.print(f"Report: {path}")
     except OSError as error:  # in the midst of a training, which goes on
         console.print(f"The report could not be written into {output_dir} ({error.strerror}).")
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from ..planner.cost.evaluate import PlanEstimate
@@ -21,7 +20,7 @@ from ..planner.presets import peak_rate
 from ..planner.problem import PlanningProblem
 from ..planner.search.compare import StrategyResult
 from ..versions import package_versions
-from .plan_file import PlanInputs, plan_file_content, write_json
+from .plan_file import PlanInputs, plan_file_content
 
 REPORT_FILE = "osdp_report.json"
 Content = dict[str, Any]
@@ -61,13 +60,6 @@ def report_content(
         "planning_s": planning_s,
         "measured": measured,
     }
-
-
-def write_report(content: Content, output_dir: str | Path) -> Path:
-    """Write the report atomically into an existing folder; return its path."""
-    path = Path(output_dir) / REPORT_FILE
-    write_json(content, path)
-    return path
 
 
 def comparison_content(problem: PlanningProblem, rows: Sequence[StrategyResult]) -> Content:

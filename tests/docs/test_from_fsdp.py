@@ -55,6 +55,8 @@ def test_the_plugin_refuses_what_the_page_says_it_refuses():
     for name in refused:
         with pytest.raises(ValueError, match="is decided by the plan"):
             OSDPPlugin(**{name: VALUES.get(name, True)})
+    with pytest.raises(ValueError, match="block_classes"):
+        OSDPPlugin(transformer_cls_names_to_wrap=["A"])
     with pytest.raises(ValueError, match="cannot run a plan"):
         OSDPPlugin(fsdp_version=1)
     with pytest.raises(ValueError, match="not counted in a plan"):
@@ -70,21 +72,3 @@ def test_option_in_the_file_has_the_effect_of_its_row(name, monkeypatch):
     monkeypatch.setenv(f"FSDP_{name.upper()}", IN_FILE.get(name, "true"))
     changed = OSDPPlugin()
     assert ((fields_of(changed), changed.osdp) == (fields_of(plain), plain.osdp)) == (HAVING[name] == "no effect")
-
-
-OFFLOAD = {"ACTIVATION_CHECKPOINTING": "true", "ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}
-
-
-@pytest.mark.parametrize(
-    ("file", "remedy"),
-    [
-        ({"RESHARD_AFTER_FORWARD": "false"}, "strategy: zero2"),
-        ({"TRANSFORMER_CLS_TO_WRAP": "A"}, "block_classes"),
-        (OFFLOAD, "not counted in a plan"),
-    ],
-)
-def test_what_cannot_be_planned_is_refused_in_the_file(monkeypatch, file, remedy):
-    for name, value in file.items():
-        monkeypatch.setenv(f"FSDP_{name}", value)
-    with pytest.raises(ValueError, match=remedy):
-        OSDPPlugin()

@@ -7,6 +7,7 @@ import fnmatch
 import functools
 import importlib
 import json
+import pydoc
 import re
 import shlex
 from pathlib import Path
@@ -46,18 +47,6 @@ EQUATIONS = {
 }
 
 
-def named(path: str) -> object:
-    """What a dotted name stands for: a module's function or class, or a class's method."""
-    parts = path.split(".")
-    for cut in range(len(parts) - 1, 0, -1):
-        try:
-            found: object = importlib.import_module(".".join(parts[:cut]))
-        except ModuleNotFoundError:
-            continue
-        return functools.reduce(getattr, parts[cut:], found)
-    raise ModuleNotFoundError(path)
-
-
 @functools.cache
 def names_in(path: str) -> frozenset[str]:
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
@@ -69,7 +58,7 @@ def test_every_equation_has_a_function_and_a_test(title):
     computed, checked = (EQUATIONS[title][field] for field in ("Computed", "Checked"))
     assert computed and checked and len(EQUATIONS) > 25
     for name in computed:
-        assert named(name).__doc__, name
+        assert pydoc.locate(name).__doc__, name
     for name in checked:
         path, _, test = name.partition("::")
         assert test.startswith("test_") and test in names_in(path), name

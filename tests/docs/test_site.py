@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import re
-from pathlib import Path
 
 import pytest
 
@@ -26,22 +25,17 @@ def built(folder: str) -> tuple[int, str]:
     return code, said.getvalue()
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
-    code, said = run_ranks(built, 1, str(folder), init=False, timeout_s=200)[0]
-    assert code == 0, said[-4000:]
-    return folder
-
-
 @pytest.mark.slow
-def test_site_holds_what_is_generated_and_needs_no_script(site):
+def test_site_holds_what_is_generated_and_needs_no_script(tmp_path):
+    code, said = run_ranks(built, 1, str(tmp_path), init=False, timeout_s=200)[0]
+    assert code == 0, said[-4000:]
+
     def text(name: str) -> str:
-        return (site / f"{name}.html").read_text(encoding="utf-8")
+        return (tmp_path / f"{name}.html").read_text(encoding="utf-8")
 
     assert "--memory-limit" in text("cli") and "a100-80" in text("presets") and "SFT, packing" in text("compatibility")
     assert "Args" not in text("api") and "StopSignal" in text("api")
     assert "GLOO_SOCKET_IFNAME" in text("several_machines")
-    assert (site / "_images" / "plan.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "_images" / "plan.png").read_bytes()[:4] == b"\x89PNG"
     assert (page := text("planner")).count("<math") > 60
     assert not [script for script in re.findall(r"<script[^>]*>", page) if "//" in script]

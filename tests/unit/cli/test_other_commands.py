@@ -1,9 +1,8 @@
-"""`hf-osdp config` writes what accelerate reads, `run` starts its launcher, and `profile` measures."""
+"""`hf-osdp config` writes what accelerate reads, and `profile` measures."""
 
 from __future__ import annotations
 
 import os
-import sys
 
 import pytest
 import torch
@@ -47,19 +46,6 @@ def test_config_of_several_machines_names_the_first_and_takes_flags(tmp_path):
     assert (config.main_process_ip, config.main_process_port) == ("10.0.0.1", 1234)
     assert config.mixed_precision == "fp16" and config.fsdp_config["fsdp_sharding_strategy"]["memory_limit"] == "16GiB"
     assert "--machine_rank 0 -m hf_osdp.run" in shown and "on each of 2 machines with its own --machine_rank" in shown
-
-
-def test_run_starts_the_launcher_with_the_script_and_its_arguments(tmp_path, monkeypatch):
-    started = []
-    monkeypatch.setattr(os, "execv", lambda program, words: started.append((program, words)))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("")
-    assert "There is no file osdp.yaml; give a script and, with --config" in call("run", "train.py").stderr
-    written(tmp_path)
-    assert "There is no file other.py" in call("run", "other.py").stderr and not started
-    assert call("run", "train.py", "--config", "mine", "--lr", "1").exit_code == 0
-    words = "-m accelerate.commands.launch --config_file osdp.yaml -m hf_osdp.run train.py --config mine --lr 1"
-    assert started == [(sys.executable, [sys.executable, *words.split()])]
 
 
 PROFILE = ("profile", "--device", "cpu", "--seconds", "0.1")

@@ -6,11 +6,14 @@ import copy
 import functools
 import os
 import re
+import sys
+import threading
 import types
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import GPT2Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
@@ -20,6 +23,7 @@ from hf_osdp.planner.description import DType
 from hf_osdp.preparation import cache
 from hf_osdp.preparation.cache import describe_once
 from tests.helpers.descriptions import transformer
+from tests.helpers.distributed import run_program
 
 CONFIG = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32, "vocab_size": 100}
 
@@ -42,6 +46,7 @@ def described(traced, monkeypatch):
 
 
 def model(**changes):
+    RemovableHandle.next_id = 0  # hooks are numbered as in a new process
     return build_on_meta(GPT2Config(**{**CONFIG, **changes}))
 
 
@@ -58,6 +63,21 @@ def test_same_model_is_traced_once_and_its_warning_repeated(traced, caplog):
         found.append(describe_once(model(), sequence_length=16, **options))
         assert "math kernel" in caplog.text
     assert found[0] == found[1] and len(traced) == 1
+
+
+KEY = """
+from tests.unit.preparation.test_description_cache import model
+from hf_osdp.preparation.cache import _key_of_model
+from hf_osdp.tracing.options import DescribeOptions
+print(_key_of_model(model(), DescribeOptions(sequence_length=16)))
+"""
+
+
+@pytest.mark.slow
+def test_key_is_the_same_in_every_process():
+    """Whatever Python's hashes of texts are there."""
+    done = [run_program([sys.executable, "-c", KEY], PYTHONHASHSEED=seed) for seed in "12"]
+    assert done[0].stdout == done[1].stdout != "" and not done[0].returncode
 
 
 def eager(config):
@@ -82,6 +102,7 @@ OTHER_OBJECTS = {  # unlike their configuration
     "checkpointing": lambda own: own.gradient_checkpointing_enable(),
     "evaluation": lambda own: own.eval(),
     "attention of a part": lambda own: setattr(own.transformer.h[0].attn, "config", eager(own.config)),
+    "compiled in place": lambda own: own.transformer.h[0].compile(),
     "setting in a tuple": lambda own: setattr(own.transformer.h[0], "window", (1, 2)),
     "buffer": lambda own: own.register_buffer("ema", torch.zeros(9)),
 }
@@ -99,7 +120,7 @@ def test_what_differs_is_traced_anew_and_once(described, change):
 
 def test_other_code_is_another_description_and_own_loss_none(described, monkeypatch):
     describe_once(model(), sequence_length=16)
-    monkeypatch.setattr(cache, "code_hash", lambda: "another")
+    monkeypatch.setattr(cache, "_code_hash", lambda: "another")
     for _ in range(2):
         describe_once(model(), sequence_length=16)
     assert len(described) == 2
@@ -118,7 +139,7 @@ class Block(nn.Dropout):
 
 FOREIGN = {
     "partial": lambda own, _: setattr(own.h[0].mlp, "forward", functools.partial(own_forward, own.h[0].mlp)),
-    "callable object": lambda own, _: setattr(own.h[0].mlp, "scale", torch.Generator.manual_seed),
+    "object without a form": lambda own, _: setattr(own.h[0].mlp, "scale", threading.Lock()),
     "wrapped by torch": lambda _, patch: patch.setattr(GPT2MLP, "forward", torch.no_grad()(own_forward)),
     "property": lambda _, patch: patch.setattr(GPT2MLP, "width", property(lambda self: 1), raising=False),
     "forward": lambda own, _: setattr(own.h[0].mlp, "forward", types.MethodType(own_forward, own.h[0].mlp)),
@@ -158,7 +179,7 @@ def test_damaged_file_is_made_again_and_old_ones_make_room(described, tmp_path, 
     file.write_text(file.read_text()[:-9])
     assert describe_once(model(), sequence_length=16) == found == describe_once(model(), sequence_length=16)
     assert len(described) == 2
-    digits = max(re.findall(r"\d+", file.read_text().partition('"value"')[2]), key=len)
+    digits = max(re.findall(r"\d+", file.read_text().partition("\n")[2]), key=len)
     file.write_text(file.read_text().replace(digits, f"{int(digits) + 1}"))  # JSON still, of another model
     left = file.with_name(f"{file.name}.12345.partial")
     left.write_text("of a process that was killed")
