@@ -233,6 +233,7 @@ CASES = {
     "gives up micro-steps": case(given_up),
     "gives up micro-steps, zero3, reduces": case(given_up, "zero3", way=reduces),
     "scales between micro-steps": case(scaled, way=reduces),
+    "scales between micro-steps, zero3 on 4": case(scaled, "zero3", world=4),
 }
 WORK: dict[str, Any] = {
     "torch clips": clips_by_torch, "is followed": is_followed, "is averaged": partial(is_averaged, options={}),
