@@ -36,7 +36,7 @@ from .gradients import clip_across_meshes
 from .host import memory_of
 from .replica_buckets import AllReduce, Owner, Parameters, owners_of
 from .replicas import Replicas, is_under_plan
-from .sharded_class import keep_class, mark_managed, refuse_partial_use, save_whole
+from .sharded_class import keep_class, refuse_partial_use, save_whole
 from .state import broadcast_parameters
 from .unit_order import UnitOrder
 
@@ -215,11 +215,7 @@ def _shard_units(
         root_mesh = meshes.mesh(meshes.world_size)
         fully_shard(model, mesh=root_mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=ignored)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            keep_class(module)
-        else:
-            save_whole(module)
-    mark_managed(model)
+        keep_class(module)
 
 
 def _check_groups(unit: _Unit) -> None:
