@@ -147,7 +147,7 @@ def reason_against_lengths(model: nn.Module, *, compiles: bool) -> str | None:
         return f"outputs of {kind} may depend on padding"
     kinds = (getattr(module, "rope_type", None) for module in model.modules())
     named = {one for found in kinds for one in (found.values() if isinstance(found, dict) else [found])}
-    if rotary := sorted(named & _OF_LONGEST):
+    if rotary := sorted(_OF_LONGEST & named):
         return f"rotary positions of the kind {rotary[0]!r} depend on the longest row of a batch"
     adapters = getattr(model, "peft_config", {})
     if isinstance(adapters, dict) and any(

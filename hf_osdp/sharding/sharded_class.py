@@ -34,7 +34,7 @@ def keep_class(module: nn.Module) -> None:
     encoders with LayerDrop (20 classes of transformers 5.23) run every layer where they find the mark.
     """
     if isinstance(module, FSDPModule):
-        module.__class__ = _sharded_class(type(module).__mro__[2])
+        module.__class__ = _sharded_class(type(module).__mro__[2])  # type: ignore[assignment]
     else:
         save_whole(module)
     if not hasattr(module, "generate"):
