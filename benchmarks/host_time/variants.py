@@ -144,7 +144,7 @@ class Ours(Plain):
         return make_optimizer(self.model, OptimizerSpec(step=OptimizerStep.FUSED), self.plan, self.units)
 
     def micro_step(self, is_last: bool) -> AbstractContextManager[Any]:
-        return micro_step(self.model, is_last=is_last, plan=self.plan)
+        return micro_step(self.model, is_last=is_last)
 
     def clip(self) -> None:
         clip_grad_norm_(self.model.parameters(), 1.0)

@@ -6,7 +6,6 @@ and states get subclasses. Read in torch 2.11 to 2.13; `test_fsdp_internals.py` 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from operator import is_not
@@ -150,28 +149,29 @@ def _recorded(name: str) -> AbstractContextManager[object]:
 class ParameterGroup(FSDPParamGroup):
     """A unit's parameters, which FSDP2 gathers and reduces at once."""
 
-    label = ""
-    gathers: Callable[[ParameterGroup, bool], None] | None = None
-    """Called instead of each gather; `gather` issues it."""
-    reduces: Callable[[ParameterGroup], None] | None = None
-    """Called instead of each end of backward, which `end_backward` brings about."""
-    may_prefetch: Callable[[ParameterGroup], bool] | None = None
-    """Whether FSDP2 may gather it now, before its own backward."""
+    label, number = "", 0
+    reduces_always = False
+    """Whether each micro-step reduces its gradients, not the last alone."""
+    order: Any = None
+    """The model's `UnitOrder`: its `gather` is called instead of each gather, which `gather` here issues; its `reduce`
+    instead of each end of backward, which `end_backward` brings about; its `may_prefetch` before prefetches.
+    """
     is_pinned = False
 
     def unshard(self, async_op: bool = False) -> None:
-        self.gather(async_op) if self.gathers is None else self.gathers(self, async_op)
+        self.gather(async_op) if self.order is None else self.order.gather(self, async_op)
 
     def reshard(self) -> None:
         if not self.is_pinned:
             super().reshard()
 
     def post_backward(self, *unused: object) -> None:
-        self.end_backward() if self.reduces is None else self.reduces(self)
+        self.end_backward() if self.order is None else self.order.reduce(self)
 
     @staticmethod
     def _prefetch_unshard(target: FSDPParamGroup, pass_type: str) -> None:
-        if not isinstance(target, ParameterGroup) or target.may_prefetch is None or target.may_prefetch(target):
+        order = getattr(target, "order", None)
+        if order is None or order.may_prefetch(target):
             FSDPParamGroup._prefetch_unshard(target, pass_type)
 
     def gather(self, async_op: bool = False) -> None:
@@ -211,13 +211,6 @@ class ParameterGroup(FSDPParamGroup):
             if (whole := whole_parameter(parameter)) is not None:
                 whole.grad = None
 
-    def ignore_loads(self, ignores: bool) -> None:
-        """Choose whether what `load_state_dict` writes becomes a shard."""
-        for parameter in self.fsdp_params:
-            vars(parameter).pop("reset_sharded_param", None)
-            if ignores:
-                parameter.reset_sharded_param = lambda: None  # type: ignore[method-assign]
-
     state = property(lambda self: self._training_state)
     is_gathering = property(lambda self: self._all_gather_result is not None)
     was_gathered = property(lambda self: all(whole_parameter(p) is not None for p in self.fsdp_params))
@@ -231,10 +224,10 @@ class ParameterGroup(FSDPParamGroup):
 class UnitState(FSDPState):
     """What FSDP2 knows of a unit's modules."""
 
-    begins: Callable[[], None]
-    """Called when the unit's backward begins."""
-    ends: Callable[[], AbstractContextManager[None]]
-    """Context for the end of the whole backward."""
+    order: Any
+    """The model's `UnitOrder`: its `backward_begins` is called when the unit's backward begins, its `backward_ends` is
+    the context for the end of the whole backward.
+    """
     begin = FSDPState._lazy_init
     """Sets up FSDP2, which does so only when the root is called first."""
     end_later = FSDPState._register_root_post_backward_final_callback
@@ -246,11 +239,11 @@ class UnitState(FSDPState):
             self._pre_backward(gradient)
 
     def _pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
-        self.begins()
+        self.order.backward_begins()
         return super()._pre_backward(grad)
 
     def _root_post_backward_final_callback(self) -> None:
-        with self.ends():
+        with self.order.backward_ends():
             super()._root_post_backward_final_callback()
 
 

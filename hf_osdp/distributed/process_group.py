@@ -38,8 +38,8 @@ _ANSWER_S = 3.0
 _KEY = "hf_osdp/start"
 _log = logging.getLogger(__name__)
 
-_gloo_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-_step_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_gloo_groups: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
+"""By their purpose, for each default group."""
 _calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """How often all ranks have called `require_all`."""
 
@@ -160,21 +160,35 @@ def are_several_ranks() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
 
 
-def gloo_group() -> dist.ProcessGroup | None:
+def gloo_group(purpose: str = "objects") -> dist.ProcessGroup | None:
     """Return a gloo group of all ranks with the default group's timeout; None if there is no other real rank.
 
-    Collective the first time; the group is formed once for each process group.
+    Collective the first time; the group is formed once for each process group and purpose.
     """
-    return _host_group(_gloo_groups)
+    world = dist.group.WORLD
+    if world is None or not are_several_ranks():
+        return None
+    groups = _gloo_groups.setdefault(world, {})
+    if purpose not in groups:
+        if purpose != "objects":
+            host_barrier()
+        try:
+            groups[purpose] = dist.new_group(backend="gloo", timeout=own_timeout())
+        except RuntimeError as error:
+            reason = one_line(str(error).split("Exception raised from")[0])[:160].rstrip(". ")  # without the C++ stack
+            raise LaunchError(
+                f"Rank {dist.get_rank()} on {socket.gethostname()} cannot connect to other ranks over gloo"
+                f" ({reason}). Set GLOO_SOCKET_IFNAME (now {variable('GLOO_SOCKET_IFNAME', 'not set')}) on each"
+                " machine to the interface that faces the others, as `ip -br addr` lists them."
+            ) from error
+    return groups[purpose]
 
 
 def step_group() -> dist.ProcessGroup | None:
     """Return a group as `gloo_group`, for what ranks agree on in every step: a rank that saves, while another trains,
     then waits instead of taking its answer.
     """
-    if dist.is_initialized() and dist.group.WORLD not in _step_groups:
-        host_barrier()
-    return _host_group(_step_groups)
+    return gloo_group("steps")
 
 
 def own_timeout() -> timedelta:
@@ -185,24 +199,6 @@ def own_timeout() -> timedelta:
     device = torch.device("cuda" if "nccl" in dist.get_backend_config() else "cpu")
     timeout: timedelta = getattr(getattr(world._get_backend(device), "options", None), "_timeout", default_pg_timeout)
     return timeout
-
-
-def _host_group(groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]) -> dist.ProcessGroup | None:
-    world = dist.group.WORLD
-    if world is None or not are_several_ranks():
-        return None
-    if world not in groups:
-        try:
-            groups[world] = dist.new_group(backend="gloo", timeout=own_timeout())
-        except RuntimeError as error:
-            raise LaunchError(
-                f"Rank {dist.get_rank()} on {socket.gethostname()} cannot connect to other ranks over gloo"
-                f" ({_reason(error)}). Set"
-                f" GLOO_SOCKET_IFNAME (now {variable('GLOO_SOCKET_IFNAME', 'not set')}) on each machine to the"
-                " interface that faces"
-                " the others, as `ip -br addr` lists them."
-            ) from error
-    return groups[world]
 
 
 def all_gather_objects(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -298,11 +294,6 @@ def poll(condition: Callable[[], bool], seconds: float) -> None:
     until, pause = time.monotonic() + seconds, 0.001
     while not condition() and time.monotonic() < until:
         time.sleep(pause := min(2 * pause, _POLL_S))
-
-
-def _reason(error: Exception) -> str:
-    """Return torch's message without its C++ stack, short enough for one line."""
-    return one_line(str(error).split("Exception raised from")[0])[:160].rstrip(". ")
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -87,12 +87,11 @@ class StopSignal:
         """
         if (group := step_group()) is None:
             self.stopped = self.received
-        elif self._pending is not None:
+            return self.stopped
+        if self._pending is not None:
             flag, work = self._pending
             work.wait()
             self.stopped = self.stopped or bool(flag.item())
-        if group is None:
-            return self.stopped
         flag = torch.tensor([self.received], dtype=torch.int32)
         self._pending = (flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group, async_op=True))
         return self.stopped

@@ -165,7 +165,7 @@ class OSDPAccelerator(AcceleratorPreparation):
         """
         if not self.is_fsdp2:
             return super().no_sync(model)
-        return micro_step(model, is_last=False, plan=None if self.planned_run is None else self.planned_run.plan)
+        return micro_step(model, is_last=False)
 
     def join_uneven_inputs(
         self, joinables: list[Any], even_batches: bool | None = None

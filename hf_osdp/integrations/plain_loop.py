@@ -165,7 +165,7 @@ class OptimalShardedDataParallel(nn.Module):
         """Return the context for forward and backward of one micro-batch; `is_last` if the optimizer steps after
         it.
         """
-        return micro_step(self.module, is_last=is_last, plan=self.plan)
+        return micro_step(self.module, is_last=is_last)
 
     def micro_batches(
         self, batches: Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
 
-class Watcher(Protocol):
-    """What is told of a unit's reads."""
-
-    def read(self, unit: Any) -> None:  # noqa: ANN401
-        """Take note before a parameter of the unit is read by name, as an attribute is."""
-
-    def listed(self, unit: Any) -> None:  # noqa: ANN401
-        """Take note before all parameters of a module are listed, as by `named_parameters`."""
-
-
 class WatchedParameters(dict[str, Any]):
-    """A module's `_parameters`, of one unit, that tells a watcher of reads."""
+    """A module's `_parameters`, of one unit, that tells of reads before they are made."""
 
-    __slots__ = ("unit", "watcher")
+    __slots__ = ("_listed", "_read", "unit")
 
-    def __init__(self, module: nn.Module, unit: object, watcher: Watcher) -> None:
+    def __init__(
+        self, module: nn.Module, unit: object, read: Callable[[Any], None], listed: Callable[[Any], None] | None = None
+    ) -> None:
+        """Call `read` with the unit when a parameter is read by name, as an attribute is, and `listed` when all are
+        listed, as by `named_parameters`.
+        """
         super().__init__(module._parameters)
-        self.unit, self.watcher = unit, watcher
+        self.unit: Any = unit
+        self._read, self._listed = read, listed
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401
-        self.watcher.read(self.unit)
+        self._read(self.unit)
         return super().__getitem__(name)
 
     def items(self) -> Any:  # noqa: ANN401
-        self.watcher.listed(self.unit)
+        if self._listed is not None:
+            self._listed(self.unit)
         return super().items()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -34,9 +34,9 @@ from ..planner.plan import Plan
 from .environment import form_process_group, uses_host
 from .gradients import clip_across_meshes
 from .host import memory_of
-from .replica_buckets import AllReduce, Owner, Parameters
+from .replica_buckets import AllReduce, Owner, Parameters, owners_of
 from .replicas import Replicas, is_under_plan
-from .sharded_class import keep_class, mark_managed, refuse_partial_use, save_whole
+from .sharded_class import keep_class, refuse_partial_use, save_whole
 from .state import broadcast_parameters
 from .unit_order import UnitOrder
 
@@ -139,11 +139,7 @@ def _replicate(
     policy: MixedPrecisionPolicy | None,
 ) -> Replicas | None:
     """Keep the parameters that FSDP2 ignores equal on all ranks."""
-    owners: dict[nn.Parameter, list[Owner]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter in plain:
-                owners.setdefault(parameter, []).append((module, name))
+    owners = {parameter: places for parameter, places in owners_of(model).items() if parameter in plain}
     if not owners:
         return None
     group, lower = meshes.replicas(), None if policy is None else policy.param_dtype
@@ -171,19 +167,14 @@ def _parameters_of(
     encoded: AllReduce | None,
 ) -> Iterator[Parameters]:
     """Yield a unit's plain parameters, those alike together."""
-    alike: dict[tuple[torch.dtype, bool], list[list[Owner]]] = {}
+    alike: dict[tuple[torch.dtype, torch.dtype | None], list[list[Owner]]] = {}
     for (module, leaf), *others in [named[spec.name] for spec in unit.parameters if spec.name in named]:
         own = module._parameters[leaf]
         assert own is not None
-        alike.setdefault((own.dtype, _is_cast(own, lower)), []).append([(module, leaf), *others])
-    for (_, is_cast), places in alike.items():
-        yield Parameters(label=unit.label, places=places, dtype=lower if is_cast else None, encoded=encoded)
-
-
-def _is_cast(parameter: nn.Parameter, dtype: torch.dtype | None) -> bool:
-    """Return whether modules compute with a copy of a parameter in a dtype."""
-    casts = dtype is not None and parameter.is_floating_point() and parameter.dtype != dtype
-    return casts and parameter.dim() > 0 and parameter.numel() > 0
+        is_cast = own.is_floating_point() and own.dtype != lower and own.dim() > 0 and own.numel() > 0
+        alike.setdefault((own.dtype, lower if is_cast else None), []).append([(module, leaf), *others])
+    for (_, dtype), places in alike.items():
+        yield Parameters(label=unit.label, places=places, dtype=dtype, encoded=encoded)
 
 
 def refuse_hooks(model: nn.Module) -> None:
@@ -224,11 +215,7 @@ def _shard_units(
         root_mesh = meshes.mesh(meshes.world_size)
         fully_shard(model, mesh=root_mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=ignored)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            keep_class(module)
-        else:
-            save_whole(module)
-    mark_managed(model)
+        keep_class(module)
 
 
 def _check_groups(unit: _Unit) -> None:
@@ -249,6 +236,7 @@ def _set_collectives(module: nn.Module, decision: UnitDecision, meshes: Meshes) 
     device_type = meshes.device_type
     plain = plain_transport(dist.distributed_c10d._get_default_group(), device_type)
     for group in parameter_groups(module):
+        group.reduces_always = decision.reduce_every_micro_step
         encode_replicas(group, decision, plain)
     if decision.shard_size == 1:  # a replicated unit neither gathers nor scatters
         return

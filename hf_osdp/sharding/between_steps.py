@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -69,7 +70,8 @@ def full_parameters(model: nn.Module, *, write_back: bool = True) -> Iterator[nn
     with torch.no_grad():
         whole = {key: nn.Parameter(_whole(shard), shard.requires_grad) for key, shard in shards.items()}
     plain = {module for module, _, shard in held if not isinstance(shard, DTensor)}
-    with _units_at_rest(model, plain), nullcontext() if replicas is None else replaced(replicas, begin=_refuse_model):
+    begin = partial(_refuse_call, model, ())
+    with _units_at_rest(model, plain), nullcontext() if replicas is None else replaced(replicas, begin=begin):
         for module, leaf, shard in held:
             module._parameters[leaf] = whole[id(shard)]
         try:
@@ -90,24 +92,16 @@ def _units_at_rest(model: nn.Module, replicated: set[nn.Module]) -> Iterator[Non
     """
     groups = units_of(model)
     refusing = replicated.union(*(group.modules for group in groups))
-    handles = [module.register_forward_pre_hook(_refuse_call, prepend=True) for module in refusing]
-    for group in groups:
-        group.ignore_loads(True)
-    try:
+    with ExitStack() as stack:
+        for module in refusing:
+            stack.callback(module.register_forward_pre_hook(_refuse_call, prepend=True).remove)
+        for parameter in (parameter for group in groups for parameter in group.fsdp_params):
+            stack.enter_context(replaced(parameter, reset_sharded_param=lambda: None))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for group in groups:
-            group.ignore_loads(False)
 
 
 def _whole(parameter: nn.Parameter) -> torch.Tensor:
     return gathered(parameter).detach() if isinstance(parameter, DTensor) else parameter.detach().clone()
-
-
-def _refuse_model() -> NoReturn:
-    raise OSDPError("The model was called within hf_osdp.full_parameters; call it after that.")
 
 
 def _refuse_call(module: nn.Module, args: object) -> NoReturn:
@@ -157,15 +151,6 @@ class AcrossLayouts(SkippableMode):
         """Return a tensor in the layout of another."""
         if _layout(tensor) == _layout(like):
             return tensor
-        if isinstance(tensor, DTensor) and isinstance(like, DTensor) and _ranks(tensor) == _ranks(like):
-            return DTensor.from_local(
-                tensor.to_local(),
-                like.device_mesh,
-                tensor.placements,
-                run_check=False,
-                shape=tensor.shape,
-                stride=tensor.stride(),
-            )
         whole = tensor
         if isinstance(tensor, DTensor):
             if not self._is_shared and not all(placement.is_replicate() for placement in tensor.placements):
@@ -194,11 +179,6 @@ def _has_layout(value: object) -> bool:
 
 def _layout(tensor: torch.Tensor) -> object:
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-
-
-def _ranks(tensor: DTensor) -> tuple[object, ...]:
-    """Return which ranks hold which part: meshes that differ only in the names of their axes are alike."""
-    return tensor.device_mesh.mesh.tolist(), tensor.placements
 
 
 @contextmanager

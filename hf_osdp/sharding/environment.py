@@ -21,6 +21,7 @@ from ..planner.description import DType
 from ..planner.plan import Plan
 from ..planner.training_job import Precision
 from .host import host_parameters
+from .replica_buckets import owners_of
 from .replicas import is_under_plan
 
 _log = logging.getLogger(__name__)
@@ -130,13 +131,9 @@ def apply_tied(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> 
     """Call `model._apply(fn)` and tie parameters again: torch makes one for each owner where `fn` changes the kind
     of tensor (to meta).
     """
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                owners.setdefault(id(parameter), []).append((module, name))
+    owners = [*owners_of(model).values()]
     model._apply(fn)
-    for (first, leaf), *others in owners.values():
+    for (first, leaf), *others in owners:
         for module, name in others:
             module._parameters[name] = first._parameters[leaf]
     return model

@@ -133,11 +133,8 @@ class GradientChecks:
         graph. Units without a small shard, whose zeros would take memory, follow the others.
         """
         holding = [group for group in self._groups if group.holds_sums or has_gradients(group)]
-        trained = {
-            group: [p.sharded_param for p in group.fsdp_params if p.sharded_param.requires_grad] for group in holding
-        }
-        smallest = {group: min(shards, key=torch.numel) for group, shards in trained.items() if shards}
-        free = {group: shard for group, shard in smallest.items() if shard.grad is None}
+        chosen = {group: _shard_to_mark(group) for group in holding}
+        free = {group: shard for group, shard in chosen.items() if shard is not None and shard.grad is None}
         most = max(_MARK_ELEMENTS, min(map(torch.numel, free.values()), default=0))
         for group, shard in free.items():
             if shard.numel() <= most:
@@ -167,6 +164,22 @@ class GradientChecks:
                 raise too_early(group.label)
         if units and world_size() > 1:
             refuse_strange(optimizer, strange)
+
+
+def _shard_to_mark(group: ParameterGroup) -> nn.Parameter | None:
+    """Return a unit's smallest trained shard, if it can be one that is empty on no rank: nothing in an empty one tells
+    whether it was scaled or zeroed.
+    """
+
+    def is_empty_somewhere(shard: Any) -> bool:  # noqa: ANN401  a DTensor
+        rows = shard.shape[shard.placements[-1].dim]
+        return -(-rows // group.ranks) * (group.ranks - 1) >= rows
+
+    trained = [p.sharded_param for p in group.fsdp_params if p.sharded_param.requires_grad]
+    smallest = min(trained, key=torch.numel, default=None)
+    if smallest is None or not is_empty_somewhere(smallest):
+        return smallest
+    return min((one for one in trained if not is_empty_somewhere(one)), key=torch.numel, default=smallest)
 
 
 def too_early(label: str) -> OSDPError:

@@ -171,7 +171,15 @@ class OSDPGradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         """Implement torch's hook behind `unscale_` and `step`: return 0.0 or 1.0 on each device with gradients."""
         per_device = {found_inf.device: found_inf.clone()}
-        for (device, _), grads in _local_grads(optimizer, allow_fp16=allow_fp16).items():
+        given = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+        by_place: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for grad in map(local, filter(torch.is_tensor, given)):
+            by_place.setdefault((grad.device, grad.dtype), []).append(grad)
+        if not allow_fp16 and any(dtype is torch.float16 for _, dtype in by_place):
+            raise ValueError(
+                "Gradients in float16 cannot be unscaled; keep parameters in float32 and set mixed_precision=fp16."
+            )
+        for (device, _), grads in by_place.items():
             flag = per_device.setdefault(device, found_inf.to(device, copy=True))
             torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv_scale.to(device))
         if world_size() > 1:
@@ -180,20 +188,3 @@ class OSDPGradScaler(torch.amp.GradScaler):
             for flag in per_device.values():
                 flag.copy_(worst)
         return per_device
-
-
-def _local_grads(
-    optimizer: torch.optim.Optimizer, *, allow_fp16: bool
-) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    grads: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            grad = local(parameter.grad)
-            if grad.dtype is torch.float16 and not allow_fp16:
-                raise ValueError(
-                    "Gradients in float16 cannot be unscaled; keep parameters in float32 and set mixed_precision=fp16."
-                )
-            grads.setdefault((grad.device, grad.dtype), []).append(grad)
-    return grads

@@ -89,20 +89,19 @@ def micro_batches(
     """
     rows = [_rows(batch) for batch in batches]
     if budget is not None and world_size() == 1 and len(set(rows)) > 1:  # the last batch of an epoch
-        options: dict[str, Any] = {"averages": averages, "pad_token": pad_token}
-        groups = [list(group) for _, group in groupby(batches, _rows)]
-        return [part for group in groups for part in micro_batches(group, size, budget, **options)]
+        alike = [list(group) for _, group in groupby(batches, _rows)]
+        cuts = [micro_batches(group, size, budget, averages=averages, pad_token=pad_token) for group in alike]
+        return [part for parts in cuts for part in parts]
     reasons = (reason_against_cuts(batch, by_length=budget is not None) for batch in batches)
     reason = next(filter(None, reasons), None)
     partly = reason is None and averages and any(map(_lacks_labels, batches))
     if budget is not None:
-        fits = reason is None and not partly and len(set(rows)) == 1
         fits = (
-            fits and len({frozenset((name, v.dtype, v.dim()) for name, v in batch.items()) for batch in batches}) == 1
-        )
-        fits = fits and not any(map(is_padded_left, batches))
-        (failed,) = over_ranks([int(not fits)])
-        if failed:
+            reason is None and not partly and len(set(rows)) == 1
+            and len({frozenset((name, v.dtype, v.dim()) for name, v in batch.items()) for batch in batches}) == 1
+            and not any(map(is_padded_left, batches))
+        )  # fmt: skip
+        if any(over_ranks([int(not fits)])):
             return micro_batches(batches, size, averages=averages)
         joined = dealt(_joined(batches, pad_token), pad_token) if budget.deals else _joined(batches, pad_token)
         longest, order = lengths_of(joined).sort(descending=True, stable=True)
@@ -134,7 +133,7 @@ def parts_of_step(
     parts = micro_batches(loaded, size, budget, averages=False, pad_token=pad_token)
     whole = sum(map(_rows, loaded))
     for number, (part, _) in enumerate(parts, 1):
-        with micro_step(model, is_last=number == len(parts), plan=plan):
+        with micro_step(model, is_last=number == len(parts)):
             yield part, _rows(part) / whole
 
 
@@ -146,21 +145,16 @@ def reason_against_lengths(model: nn.Module, *, compiles: bool) -> str | None:
         return "the model has rows of two lengths"
     if kind in DEPEND_ON_PADDING or summary in _SUMMARIES:
         return f"outputs of {kind} may depend on padding"
-    if rotary := sorted(_rotary_kinds(model) & _OF_LONGEST):
+    kinds = (getattr(module, "rope_type", None) for module in model.modules())
+    named = {one for found in kinds for one in (found.values() if isinstance(found, dict) else [found])}
+    if rotary := sorted(_OF_LONGEST & named):
         return f"rotary positions of the kind {rotary[0]!r} depend on the longest row of a batch"
-    if any(one.is_prompt_learning and one.task_type == "SEQ_CLS" for one in _adapters(model)):
+    adapters = getattr(model, "peft_config", {})
+    if isinstance(adapters, dict) and any(
+        getattr(one, "is_prompt_learning", False) and one.task_type == "SEQ_CLS" for one in adapters.values()
+    ):
         return "a classifier behind a learned prompt may read the last column, also of padding"
     return "compiled blocks would be compiled for each length" if compiles else None
-
-
-def _rotary_kinds(model: nn.Module) -> set[str]:
-    kinds = (getattr(module, "rope_type", None) for module in model.modules())
-    return {one for kind in kinds for one in (kind.values() if isinstance(kind, dict) else [kind]) if one}
-
-
-def _adapters(model: nn.Module) -> list[Any]:
-    found = getattr(model, "peft_config", {})
-    return [one for one in found.values() if hasattr(one, "is_prompt_learning")] if isinstance(found, dict) else []
 
 
 def _uncut(reason: str) -> OSDPError:

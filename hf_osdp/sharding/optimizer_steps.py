@@ -158,20 +158,19 @@ def prepare_new_optimizers(model: nn.Module, bind: Callable[[nn.Module, torch.op
 
     With several ranks, check it by `check_optimizer`.
     """
-    host, partial, of = host_parameters(model), _parts_or_on_host(model), weakref.ref(model)
-    ids = {id(parameter) for parameter in model.parameters()}
+    of, ids = weakref.ref(model), {id(parameter) for parameter in model.parameters()}
     prepared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def prepare(optimizer: torch.optim.Optimizer) -> None:
-        if optimizer in prepared or not any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
+        owner, given = of(), (p for group in optimizer.param_groups for p in group["params"])
+        if owner is None or optimizer in prepared or not any(id(p) in ids for p in given):
             return
-        if world_size() > 1 or partial:
-            check_optimizer(optimizer, partial)
+        if world_size() > 1 or _parts_or_on_host(owner):
+            step_on_shards(optimizer, owner)
         else:
             kind_of(optimizer).known()  # refuses options that no step supports
-        step_by_device(optimizer, host)
-        if (owner := of()) is not None:
-            bind(owner, optimizer)
+            step_by_device(optimizer)
+        bind(owner, optimizer)
         prepared.add(optimizer)
 
     weakref.finalize(model, before_step.add(prepare))

@@ -19,6 +19,16 @@ Owner = tuple[nn.Module, str]
 """A module that has a parameter, and its name there."""
 
 
+def owners_of(model: nn.Module) -> dict[nn.Parameter, list[Owner]]:
+    """Return where a model's modules have each parameter."""
+    owners: dict[nn.Parameter, list[Owner]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(parameter, []).append((module, name))
+    return owners
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Parameters:
     """Parameters of one unit and dtype, whose gradients are averaged together."""

@@ -46,7 +46,21 @@ def is_under_plan(model: nn.Module) -> bool:
 
 
 class Replicas:
-    """Keeps a model's replicated parameters equal on all ranks; hooks of its modules and parameters hold it."""
+    """Keeps a model's replicated parameters equal on all ranks; hooks of its modules and parameters hold it.
+
+    Hooks of a copied model hold a copy that has no parameters: that model is a plain one.
+    """
+
+    parameters: Sequence[Parameters] = ()
+    is_shown = False
+    """Whether modules compute with copies now."""
+    _buckets: Sequence[Bucket] = ()
+    _order: Sequence[Bucket] = ()
+    """Those with gradients."""
+    _handles: Sequence[RemovableHandle] = ()
+    _calls = 0
+    """Calls with gradients whose backward has not come."""
+    _in_backward = False
 
     def __init__(
         self, root: nn.Module, parameters: Sequence[Parameters], group: dist.ProcessGroup, *, averages: bool
@@ -61,28 +75,19 @@ class Replicas:
         """
         self.reduces = True
         """Whether this is the last micro-step, which reduces."""
-        self.parameters, self._group = list(parameters), group
+        self.parameters, self._group = parameters, group
         self._op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         self._divisor = 1 if averages else group.size()
         self.is_all = not isinstance(root, FSDPModule)
         """Whether no unit is FSDP2's."""
-        self._buckets: list[Bucket] = []
-        self._order: list[Bucket] = []
-        """Those with gradients."""
-        self._handles: list[RemovableHandle] = []
         self._next = 0
         """The first of the order that was not reduced in this backward."""
-        self._in_backward = False
         self._ended = -1
         """The backward that ended last, by autograd's number."""
         self._waits = False
         """Gradients of micro-steps wait for the last one."""
         self._is_settled = False
         """Ranks know which parameters a step uses."""
-        self._calls = 0
-        """Calls with gradients whose backward has not come."""
-        self.is_shown = False
-        """Whether modules compute with copies now."""
         self.ends_later: Callable[[], None] = partial(
             torch.autograd.Variable._execution_engine.queue_callback, self.end_backward
         )
@@ -97,11 +102,8 @@ class Replicas:
         if not any(own.is_meta for own in self.held()):
             self._renew()
 
-    def __deepcopy__(self, memo: object) -> Replicas:
-        return _of_copy()
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _of_copy, ()
+        return object.__new__, (Replicas,)
 
     def held(self) -> list[nn.Parameter]:
         """Return the parameters that are kept equal."""
@@ -156,7 +158,7 @@ class Replicas:
         self._calls = 0
         self._rest(self._buckets)
 
-    def _rest(self, freed: Iterable[Bucket]) -> None:
+    def _rest(self, freed: Iterable[Bucket] = ()) -> None:
         """Let modules have their own parameters again, and free copies."""
         for bucket in self._buckets if self.is_shown else ():
             bucket.hide()
@@ -225,7 +227,7 @@ class Replicas:
                     bucket.collect()
         self._waits, self._in_backward, self._calls = not self.reduces, False, max(0, self._calls - 1)
         if not self._calls:
-            self._rest(())
+            self._rest()
 
     def _reduce_rest(self) -> None:
         for bucket in self._order:
@@ -236,10 +238,10 @@ class Replicas:
             self._reduce_next()
         for bucket in _used_by_some(rest):
             bucket.reduce(self._group, self._op)
-        for bucket in self._order:
+        order = self._order
+        for bucket in order:
             if bucket.work is not None:
                 bucket.finish(self._divisor)
-        order = self._order
         if not self._is_settled:
             self._settle()
         for bucket in order:
@@ -290,15 +292,6 @@ def _used_by_some(rest: Sequence[Bucket]) -> list[Bucket]:
     holds = torch.tensor([bucket.holds for bucket in rest], dtype=torch.uint8)
     dist.all_reduce(holds, op=dist.ReduceOp.MAX, group=step_group())
     return [bucket for bucket, some in zip(rest, holds.tolist(), strict=True) if some]
-
-
-def _of_copy() -> Replicas:
-    """Return what hooks of a model's copy hold: it is a plain model."""
-    copied = object.__new__(Replicas)
-    vars(copied).update(
-        parameters=[], _buckets=[], _order=[], _handles=[], _calls=0, _in_backward=False, is_shown=False
-    )
-    return copied
 
 
 def _part_begins(

@@ -27,21 +27,18 @@ _REMEDY = "call model.save_pretrained(folder) on every rank, or save what accele
 
 
 def keep_class(module: nn.Module) -> None:
-    """Name a sharded module's class as before: FSDP2 renames it, and transformers looks up losses, heads and files
-    by class name.
+    """Name the class of a module of a sharded model as before, and let it save whole weights: FSDP2 renames classes,
+    and transformers looks up losses, heads and files by their names.
+
+    FSDP2 marks every module. transformers' `generate` needs that, to let all ranks generate equally many tokens. But
+    encoders with LayerDrop (20 classes of transformers 5.23) run every layer where they find the mark.
     """
-    module.__class__ = _sharded_class(type(module).__mro__[2])
-
-
-def mark_managed(model: nn.Module) -> None:
-    """Let only `generate` read FSDP2's mark, which it sets on every module.
-
-    transformers' `generate` then lets all ranks generate equally many tokens. But encoders with LayerDrop (20 classes
-    of transformers 5.23) run every layer where they find it.
-    """
-    for module in model.modules():
-        if not hasattr(module, "generate"):
-            vars(module).pop("_is_fsdp_managed_module", None)
+    if isinstance(module, FSDPModule):
+        module.__class__ = _sharded_class(type(module).__mro__[2])  # type: ignore[assignment]
+    else:
+        save_whole(module)
+    if not hasattr(module, "generate"):
+        vars(module).pop("_is_fsdp_managed_module", None)
 
 
 @functools.cache

@@ -6,15 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
-from ..modeling.units import modules_by_name
-from ..planner.plan import Plan
 from .replicas import replicas_of
+from .unit_order import orders_of
 
 
 @contextmanager
-def micro_step(model: nn.Module, *, is_last: bool, plan: Plan | None) -> Iterator[None]:
+def micro_step(model: nn.Module, *, is_last: bool) -> Iterator[None]:
     """Set how gradients are reduced in forward and backward of one micro-batch; after the last one the optimizer
     steps.
 
@@ -22,23 +20,16 @@ def micro_step(model: nn.Module, *, is_last: bool, plan: Plan | None) -> Iterato
     `reduce_every_micro_step` reduce-scatter in each and hold only shards, with more communication; their replicas
     all-reduce the sum in the last micro-step. The result is the same.
     """
-    replicas = replicas_of(model)
-    units = [] if is_last else [module for module in model.modules() if isinstance(module, FSDPModule)]
+    replicas, orders = replicas_of(model), set() if is_last else orders_of(model)
+    units = [unit for order in orders for unit in order.groups]
     for unit in units:
-        unit.set_requires_gradient_sync(False, recurse=False)  # and with it the all-reduce
-    by_step = [unit for unit in plan.units if unit.reduce_every_micro_step] if units and plan is not None else []
-    modules = modules_by_name(model) if by_step else {}
-    for decision in by_step:
-        # The modules of a unit share one FSDP2 state.
-        if isinstance(module := modules[decision.module_names[0]], FSDPModule):
-            module.set_requires_gradient_sync(True, recurse=False)
-            module.set_requires_all_reduce(False, recurse=False)
+        unit.reduce_grads, unit.all_reduce_grads = unit.reduces_always, False
     if replicas is not None:
         replicas.reduces = is_last
     try:
         yield
     finally:
         for unit in units:
-            unit.set_requires_gradient_sync(True, recurse=False)
+            unit.reduce_grads = unit.all_reduce_grads = True
         if replicas is not None:
             replicas.reduces = True

@@ -63,15 +63,17 @@ class UnitOrder:
         self.after_evaluation = False
         """True after the root's forward without gradients; a loss may follow."""
         modules = modules_by_name(root)
-        self._numbers: dict[ParameterGroup, int] = {}
+        self.groups: list[ParameterGroup] = []
         for unit in units:
-            for group in parameter_groups(modules[unit.module_names[0]]):
-                self._numbers[group] = len(self._numbers)
-                group.label, group.may_prefetch = unit.label, self._may_prefetch
-                group.gathers, group.reduces = self._gather, self._reduce
-        self._groups = list(self._numbers)
+            parts = [modules[name] for name in unit.module_names]
+            for group in parameter_groups(parts[0]):
+                group.label, group.order, group.number = unit.label, self, len(self.groups)
+                self.groups.append(group)
+            if len(parts) > 1 and unit.span is GatherSpan.USE and isinstance(parts[0], FSDPModule):
+                for part in parts:  # FSDP2 watches only the last one's output
+                    part.register_forward_hook(partial(_begins_backward, unit_state(parts[0])))
         self._turns = Turns(self._take_part, lambda collective: self._unit_of(collective).label, step_group())
-        self._checks = GradientChecks(self._groups, tuple if replicas is None else replicas.held, sharded)
+        self._checks = GradientChecks(self.groups, tuple if replicas is None else replicas.held, sharded)
         self._root, self._root_state, self._replicas = root, unit_state(root), replicas
         self._outermost: nn.Module | None = None
         """The module whose call, inside of no other, is in progress."""
@@ -81,22 +83,18 @@ class UnitOrder:
         self._used: dict[FSDPParam, bool] = {}
         """Whether a parameter that was reduced got a gradient on this rank since the last step."""
         if replicas is not None:
-            replicas.ends_later = self._replicas_begin
-        for unit in units:
-            if len(unit.module_names) > 1 and unit.span is GatherSpan.USE:
-                _watch_outputs([modules[name] for name in unit.module_names])
+            replicas.ends_later = self._end_later
         self._watch(root)
 
     def _watch(self, root: nn.Module) -> None:
-        for group in self._groups:
+        for group in self.groups:
             for owner in (owner for parameter in group.fsdp_params for owner, _ in owners(parameter)):
                 if not isinstance(owner._parameters, WatchedParameters):
-                    owner.__dict__["_parameters"] = WatchedParameters(owner, group, self)
+                    owner.__dict__["_parameters"] = WatchedParameters(owner, group, self.read, self.listed)
                     owner.register_load_state_dict_pre_hook(_load_as_shards)
         for module in root.modules():
             if isinstance(module, FSDPModule):
-                state = unit_state(module)
-                state.begins, state.ends = self._backward_begins, self._backward_ends
+                unit_state(module).order = self
             if any(isinstance(inner, FSDPModule) for inner in module.modules()):
                 module.register_forward_pre_hook(self._call_begins, prepend=True)
                 module.register_forward_hook(self._call_ends, always_call=True)
@@ -170,15 +168,14 @@ class UnitOrder:
             group.reshard()
 
     def _read_weight_got_gradient(self, gradient: torch.Tensor) -> None:
-        """Have FSDP2 end this backward, which it does only for called modules; refuse a backward with retain_graph."""
+        """Refuse a backward with retain_graph."""
         if torch._C._autograd._get_current_graph_task_keep_graph():
             raise OSDPError(
                 "retain_graph=True lets backward run again through a weight that the loss reads, but the first"
                 " backward frees the weight;"
                 " add the losses and call backward once."
             )
-        self._backward_begins()
-        self._root_state.end_later()
+        self._end_later()
 
     def _unpin(self) -> None:
         for group in self._pinned:
@@ -195,7 +192,7 @@ class UnitOrder:
 
     # ---- collectives
 
-    def _gather(self, group: ParameterGroup, async_op: bool) -> None:
+    def gather(self, group: ParameterGroup, async_op: bool) -> None:
         """Gather a unit as FSDP2 does, when its turn comes."""
         stays = not group.unshard_in_backward and group.state == TrainingState.PRE_BACKWARD
         if not (group.is_gathering or group.is_unsharded or stays):
@@ -204,10 +201,11 @@ class UnitOrder:
         if group.is_gathering and not (self._turns.in_call or self._turns.in_backward):
             self._turns.agree(NOTHING)
 
-    def _may_prefetch(self, group: ParameterGroup) -> bool:
+    def may_prefetch(self, group: ParameterGroup) -> bool:
+        """Return whether FSDP2 may gather a unit now, before its own backward."""
         return self._turns.is_next(self._gather_of(group))
 
-    def _reduce(self, group: ParameterGroup) -> None:
+    def reduce(self, group: ParameterGroup) -> None:
         """End a unit's backward, and reduce its gradients if it has any: when its turn comes, or at the end of
         backward.
         """
@@ -255,25 +253,25 @@ class UnitOrder:
 
     def _gather_of(self, group: ParameterGroup) -> int:
         """Return the number of a unit's gather; its reduction has the next."""
-        return LAST + 1 + 2 * self._numbers[group]
+        return LAST + 1 + 2 * group.number
 
     def _unit_of(self, collective: int) -> ParameterGroup:
-        return self._groups[(collective - LAST - 1) // 2]
+        return self.groups[(collective - LAST - 1) // 2]
 
     # ---- backward
 
-    def _replicas_begin(self) -> None:
-        """Let a backward that may reach no unit of FSDP2 end as those of other ranks do."""
+    def _end_later(self) -> None:
+        """Have FSDP2 end this backward as those of other ranks, also if it reaches no module that was called."""
         self._root_state.begin()
-        self._backward_begins()
+        self.backward_begins()
         self._root_state.end_later()
 
     @property
     def _is_last(self) -> bool:
         """Whether this is the last micro-step, which reduces all gradients."""
-        return all(group.reduce_grads and group.all_reduce_grads for group in self._groups)
+        return all(group.reduce_grads and group.all_reduce_grads for group in self.groups)
 
-    def _backward_begins(self) -> None:
+    def backward_begins(self) -> None:
         """Begin backward, unless that has happened."""
         if torch.is_grad_enabled():
             raise OSDPError(CREATE_GRAPH)
@@ -285,16 +283,16 @@ class UnitOrder:
             self._turns.begin_backward(is_last=self._is_last)
 
     @contextmanager
-    def _backward_ends(self) -> Iterator[None]:
+    def backward_ends(self) -> Iterator[None]:
         """Reduce what is left once all gradients exist, and take part in what other ranks need; then let FSDP2 end
         backward, and check the units.
         """
         self._unpin()
-        for group in self._groups:
+        for group in self.groups:
             if group.state != TrainingState.POST_BACKWARD and has_gradients(group):
                 group.post_backward()
         self._turns.take_part_in_rest()
-        for group in self._groups if self._is_last else ():
+        for group in self.groups if self._is_last else ():
             if has_gradients(group) or group.holds_sums:  # late ones; of a unit that no rank has used since
                 self._turns.agree(self._gather_of(group) + 1)
                 self._send(group)
@@ -313,7 +311,7 @@ class UnitOrder:
 
     def _forget_unused(self) -> None:
         """Remove gradients of parameters that no rank has used, as DDP does. Collective."""
-        reduced = [parameter for group in self._groups for parameter in group.fsdp_params]
+        reduced = [parameter for group in self.groups for parameter in group.fsdp_params]
         found = self._turns.largest([self._used.get(parameter, True) for parameter in reduced])
         for parameter, is_used in zip(reduced, found, strict=True):
             if not is_used:
@@ -332,37 +330,25 @@ def called_alone(model: nn.Module) -> Iterator[None]:
     """Let one rank call a sharded model by itself, with whole weights in its modules: nothing is gathered or freed."""
     with ExitStack() as stack:
         for order in orders_of(model):
-            stack.enter_context(replaced(order, _outermost=nn.Module()))
+            stack.enter_context(replaced(order, _outermost=nn.Module(), gather=lambda *_: None))
         for group in units_of(model):
-            stack.enter_context(replaced(group, gathers=lambda *_: None, is_pinned=True))
+            stack.enter_context(replaced(group, is_pinned=True))
         yield
 
 
 def orders_of(model: nn.Module) -> set[UnitOrder]:
     """Return what gathers the units of a model under a plan, or of a part of one."""
-    return {watched.watcher for watched in _watched(model)}
+    return {unit.order for unit in units_of(model)}
 
 
 def units_of(model: nn.Module) -> set[ParameterGroup]:
     """Return the units of a model under a plan, or of a part of one."""
-    return {watched.unit for watched in _watched(model)}
-
-
-def _watched(model: nn.Module) -> Iterator[Any]:
-    return (module._parameters for module in model.modules() if isinstance(module._parameters, WatchedParameters))
-
-
-def _watch_outputs(modules: Sequence[nn.Module]) -> None:
-    """Let a unit's backward begin at the first gradient of any module's output: FSDP2 watches only the last
-    module's.
-    """
-    if isinstance(modules[0], FSDPModule):
-        state = unit_state(modules[0])
-        for module in modules:
-            module.register_forward_hook(partial(_begins_backward, state))
+    owned = (module._parameters for module in model.modules())
+    return {parameters.unit for parameters in owned if isinstance(parameters, WatchedParameters)}
 
 
 def _begins_backward(state: UnitState, module: nn.Module, args: object, output: object) -> None:
+    """Let a unit's backward begin at the first gradient of this module's output."""
     for tensor in tensors_of(output) if torch.is_grad_enabled() else ():
         if tensor.requires_grad:
             tensor.register_hook(state.begin_backward)

@@ -165,7 +165,7 @@ class OutsideReads:
 
     def __enter__(self) -> OutsideReads:
         for module, unit in self._owners.items():
-            module.__dict__["_parameters"] = WatchedParameters(module, unit, self)
+            module.__dict__["_parameters"] = WatchedParameters(module, unit, self._read)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -184,10 +184,7 @@ class OutsideReads:
 
         return wrapped
 
-    def read(self, unit: int) -> None:
+    def _read(self, unit: int) -> None:
         in_backward = torch._C._current_graph_task_id() != -1  # in backward only recomputed forwards run
         if unit not in self._running and not in_backward:
             self.found.add(unit)
-
-    def listed(self, unit: int) -> None:
-        """Do nothing: such lists gather nothing at run time."""

@@ -67,7 +67,7 @@ def train(variant: Variant, device_type: str) -> Trained:
     for step in range(variant.steps):
         optimizer.zero_grad()
         for part in range(parts):
-            with micro_step(model, is_last=part == parts - 1, plan=plan):
+            with micro_step(model, is_last=part == parts - 1):
                 batch = tiny_batch(step, part=part * world + rank, parts=world * parts)
                 loss = variant.loss(model, {name: value.to(device) for name, value in batch.items()}) / parts
                 scaler.scale(loss).backward()

@@ -78,12 +78,6 @@ def test_on_rank_zero_gives_all_the_result_or_raises_its_error_on_every_rank():
     assert on_rank_zero(lambda: "yes") == "yes", "still in step"
 
 
-def test_on_rank_zero_needs_no_group_in_one_process():
-    assert on_rank_zero(lambda: 3) == 3
-    with pytest.raises(KeyError):
-        on_rank_zero(lambda: {}["missing"])
-
-
 @pytest.mark.parametrize(("rank", "local_rank", "waits_s"), [(0, 0, []), (1, 1, [10.0]), (8, 0, [5.0])])
 def test_ranks_print_errors_of_this_package_after_rank_zero(monkeypatch, capsys, rank, local_rank, waits_s):
     for name, value in {"WORLD_SIZE": 16, "RANK": rank, "LOCAL_RANK": local_rank}.items():
@@ -112,20 +106,14 @@ def form() -> int:
 
 
 @pytest.mark.on_ranks(2, init=False, timeout_s=30)
-def test_restart_forms_its_group_in_the_earlier_store():
+def test_restart_forms_its_group_in_the_earlier_store_and_takes_the_lowest_limit():
     """Two starts in one store of torchrun's: the second must not find addresses of the first."""
+    restart._noted_limit = lambda: 70 if os.environ["RANK"] == "1" else None
     for _ in range(2):
         process_group._meet.cache_clear()  # as a new process begins
         form()
-        dist.barrier()
+        assert restart.limit_after_oom(100) == 70, "noted on the other machine"
         dist.destroy_process_group()
-
-
-@pytest.mark.on_ranks(2, init=False)
-def test_limit_noted_on_one_machine_reaches_all_ranks():
-    restart._noted_limit = lambda: 70 if os.environ["RANK"] == "1" else None
-    form()
-    assert restart.limit_after_oom(100) == 70
 
 
 PLANS = [
@@ -167,8 +155,7 @@ def test_ranks_about_to_run_different_things_stop_with_one_line():
     for part, line in lines.items():
         assert line.startswith("Ranks are about to run different things: ") and part in line
         assert "; " not in line.replace(part, "")
-    for same in (PLANS[0], f"{rank}.json"):
-        require_same_run(torch.nn.Linear(2, 2), plan=same)
+    require_same_run(torch.nn.Linear(2, 2), plan=PLANS[0])
     versions = package_versions()
     consensus.package_versions = lambda: {**versions, "torch": "1.0" if odd else versions["torch"]}
     assert "torch is" in (line := line_of()) and "1.0 on rank 1. " in line
@@ -178,11 +165,7 @@ def test_ranks_about_to_run_different_things_stop_with_one_line():
 def test_gpus_of_two_kinds_stop_all_ranks():
     rank = form()
     torch.cuda.is_available, torch.cuda.current_device = lambda: True, lambda: 0
-    said = (
-        "Ranks are about to run different things: the device is {} on rank 0, {} on rank 1. Run the same program with"
-        " the same arguments"
-        " on every rank. Plans need devices of one kind; select them by CUDA_VISIBLE_DEVICES on each machine."
-    )
+    said = "Ranks are about to run different things: the device is {} on rank 0, {} on rank 1. Run the same program"
     a100, v100 = "NVIDIA A100 with 40960 MiB", "Tesla V100-SXM2-16GB with 16212 MiB"
     for name, memory, other in (
         ("Tesla V100-SXM2-16GB", 17_000_000_000, v100),
@@ -193,7 +176,8 @@ def test_gpus_of_two_kinds_stop_all_ranks():
         torch.cuda.get_device_properties = lambda device, own=own: SimpleNamespace(**own)
         require_same_run(torch.nn.Linear(2, 2), device_type="cpu")
         if other:
-            assert line_of(device_type="cuda") == said.format(a100, other)
+            line = line_of(device_type="cuda")
+            assert line.startswith(said.format(a100, other)) and "Plans need devices of one kind" in line
         else:
             require_same_run(torch.nn.Linear(2, 2), device_type="cuda")
 

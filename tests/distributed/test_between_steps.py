@@ -9,9 +9,7 @@ import gc
 import re
 import weakref
 from contextlib import nullcontext
-from itertools import product
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,27 +22,24 @@ from hf_osdp.distributed import process_group
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import OSDPError, UnreducedGradientError
 from hf_osdp.modeling.units import find_units
-from hf_osdp.planner.plan import Plan
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.between_steps import AcrossLayouts
 from hf_osdp.sharding.gradients import local
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.steps import micro_step
-from hf_osdp.sharding.unit_order import UnitOrder
 from tests.helpers.checkpointed import whole, worst
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
-from tests.helpers.training import Case, alone, assert_trained_alike, loop_of, train
+from tests.helpers.training import Case, loop_of
 
 from .cases import reads
 from .cases.steps import LLAMA, SGD, with_more
 
 
-def sharded(layout: str = "mixed", model: nn.Module | None = None, **options: Any) -> tuple[nn.Module, Plan]:
+def sharded(layout: str = "mixed", model: nn.Module | None = None, **options: Any) -> nn.Module:
     model = model or with_more()
     units = find_units(model)
-    plan = plan_of(units, dist.get_world_size(), layout, **options)
-    return apply_plan(model, plan, units, meshes=Meshes("cpu")), plan
+    return apply_plan(model, plan_of(units, dist.get_world_size(), layout, **options), units, meshes=Meshes("cpu"))
 
 
 def first_shard(model: nn.Module) -> Any:
@@ -52,29 +47,39 @@ def first_shard(model: nn.Module) -> Any:
 
 
 @pytest.mark.on_ranks(2, shared=True)
-def test_hooks_and_data_that_shards_do_not_take_are_refused():
-    model, _ = sharded()
-    optimizer = SGD(model.parameters(), lr=0.1)
+def test_hooks_data_and_optimizers_that_shards_do_not_take_are_refused():
+    model = sharded()
     tiny_loss(model, tiny_batch(0)).backward()
-    optimizer.step()
+    SGD(model.parameters(), lr=0.1).step()
     shard = first_shard(model)
     shard.data = shard.data * 0.5
     with pytest.raises(OSDPError, match=r"\.data of its weight was assigned, which changes no shard"):
         tiny_loss(model, tiny_batch(0))
-    model, _ = sharded()
+    model = sharded()
     first_shard(model).register_hook(lambda gradient: gradient * 0.5)
     with pytest.raises(OSDPError, match="register_hook on its weight has no effect on a shard"):
         tiny_loss(model, tiny_batch(0))
-    whole = with_more()
-    whole.first.register_hook(lambda gradient: gradient * 0.5)
-    units = find_units(whole)
+    model = with_more()
+    handle = model.first.register_hook(lambda gradient: gradient * 0.5)
     with pytest.raises(OSDPError, match="Parameter 'first' has a hook on its gradient"):
-        apply_plan(whole, plan_of(units, 2, "mixed"), units, meshes=Meshes("cpu"))
+        sharded(model=model)
+    handle.remove()
+    early = SGD(model.parameters(), lr=0.1)
+    sharded(model=model)
+    tiny_loss(model, tiny_batch(0)).backward()
+    with pytest.raises(OSDPError, match="SGD has parameters from before the plan was applied"):
+        early.step()
+    model.late = nn.Parameter(torch.ones(2))
+    model.late.grad = torch.ones(2)
+    with pytest.raises(
+        OSDPError, match=r"SGD has a parameter of shape \(2,\) that the plan does not have, whose grad"
+    ):
+        SGD(model.parameters(), lr=0.1).step()
 
 
 @pytest.mark.on_ranks(2, shared=True)
 def test_model_to_frees_shards_and_their_gradients_are_refused():
-    model, _ = sharded()
+    model = sharded()
     tiny_loss(model, tiny_batch(0)).backward()
     model.zero_grad()
     before = [weakref.ref(local(parameter)) for parameter in model.parameters() if isinstance(parameter, DTensor)]
@@ -88,29 +93,10 @@ def test_model_to_frees_shards_and_their_gradients_are_refused():
 
 
 @pytest.mark.on_ranks(2, shared=True)
-def test_optimizers_of_other_parameters_are_refused():
-    whole = with_more()
-    early, units = SGD(whole.parameters(), lr=0.1), find_units(whole)
-    apply_plan(whole, plan_of(units, 2, "mixed"), units, meshes=Meshes("cpu"))
-    tiny_loss(whole, tiny_batch(0)).backward()
-    with pytest.raises(OSDPError, match="SGD has parameters from before the plan was applied"):
-        early.step()
-    whole.late = nn.Linear(61, 61).double()
-    nn.functional.cross_entropy(
-        whole.late(whole(input_ids=tiny_batch(0)["input_ids"]).logits)[:, 0], tiny_batch(0)["labels"][:, 0]
-    ).backward()
-    with pytest.raises(
-        OSDPError,
-        match=r"SGD has a parameter of shape \(61, 61\) that the plan does not have, whose gradients are not averaged",
-    ):
-        SGD(whole.parameters(), lr=0.1).step()
-
-
-@pytest.mark.on_ranks(2, shared=True)
 def test_a_step_without_the_last_micro_step_is_refused():
     for layout in ("mixed", "zero3"):
-        model, plan = sharded(layout, accumulation_steps=2, reduce_every_micro_step=layout == "mixed")
-        with micro_step(model, is_last=False, plan=plan):
+        model = sharded(layout, accumulation_steps=2, reduce_every_micro_step=layout == "mixed")
+        with micro_step(model, is_last=False):
             tiny_loss(model, tiny_batch(0)).backward()
         with pytest.raises(OSDPError, match=r"came while gradients of unit .* wait for the last micro-step"):
             SGD(model.parameters(), lr=0.1).step()
@@ -118,13 +104,13 @@ def test_a_step_without_the_last_micro_step_is_refused():
 
 @pytest.mark.on_ranks(2, shared=True)
 def test_rank_may_skip_a_micro_step_that_sends_nothing():
-    model, plan = sharded("replicate")
+    model = sharded("replicate")
     optimizer = SGD(model.parameters(), lr=0.0)
     for _ in range(2):
         optimizer.zero_grad()
         for last in (False, True):
             if last or dist.get_rank() == 0:
-                with micro_step(model, is_last=last, plan=plan):
+                with micro_step(model, is_last=last):
                     tiny_loss(model, tiny_batch(last)).backward()
         optimizer.step()
     alone = with_more()
@@ -137,20 +123,23 @@ def test_rank_may_skip_a_micro_step_that_sends_nothing():
 
 
 @pytest.mark.on_ranks(2, shared=True)
-def test_a_rank_that_gathers_alone_is_refused():
-    (model, _), alone = sharded("zero3", LLAMA()), LLAMA()
-    weight, process_group.ALL_CALL_S = model.lm_head.weight.detach(), 1.0
+def test_a_rank_that_gathers_alone_is_refused(monkeypatch):
+    """By a callback's work on weights, or by a number that it reads from shards."""
+    monkeypatch.setattr(process_group, "ALL_CALL_S", 0.5)
+    model, alone = sharded("zero3", LLAMA()), LLAMA()
+    weight = model.lm_head.weight.detach()
+    said = "{} gathers a sharded model and must be called on every rank, but ranks"
     if dist.get_rank() == 0:
-        said = r"Work on weights in on_log gathers a sharded model and must be called on every rank, but ranks \[0\]"
-        with AcrossLayouts("Work on weights in on_log"), pytest.raises(OSDPError, match=said):
+        with AcrossLayouts("Work in on_log"), pytest.raises(OSDPError, match=said.format("Work in on_log")):
             alone.lm_head.weight.data.add_(weight)
+        with pytest.raises(OSDPError, match=said.format(r"A number read from shards .*\(item, float, bool\)")):
+            weight.norm().item()
     dist.barrier()
-    process_group.ALL_CALL_S = 300.0
 
 
 @pytest.mark.on_ranks(2, shared=True)
 def test_full_parameters_restore_shards_after_an_error_and_refuse_calls():
-    model, _ = sharded("mixed", LLAMA())
+    model = sharded("mixed", LLAMA())
     before, kinds = copy.deepcopy(full_state_dict(model)), list(map(type, model.parameters()))
     for call in (
         lambda: tiny_loss(model, tiny_batch(0)),
@@ -171,7 +160,7 @@ def test_full_parameters_restore_shards_after_an_error_and_refuse_calls():
 
 @pytest.mark.on_ranks(2, shared=True)
 def test_sums_with_gradients_over_layouts_are_refused():
-    model, _ = sharded("mixed", LLAMA())
+    model = sharded("mixed", LLAMA())
     with AcrossLayouts("Work on weights in on_step_end"), pytest.raises((RuntimeError, ValueError), match="got mixed"):
         (first_shard(model) * first_shard(model).full_tensor().detach()).sum()  # a gradient would flow past FSDP2
 
@@ -179,7 +168,7 @@ def test_sums_with_gradients_over_layouts_are_refused():
 @pytest.mark.on_ranks(2, shared=True)
 def test_parts_are_saved_whole_and_shards_are_not_replaced(tmp_path):
     for layout in ("mixed", "replicate"):
-        (model, _), alone, folder = sharded(layout, LLAMA()), LLAMA(), tmp_path / layout
+        model, alone, folder = sharded(layout, LLAMA()), LLAMA(), tmp_path / layout
 
         def saved(name: str, alone: nn.Module = alone, folder: Any = folder) -> float:
             found = type(alone.model).from_pretrained(folder / name, dtype=torch.float64)
@@ -236,7 +225,7 @@ NUMBERS = {
 
 @pytest.mark.on_ranks(2, shared=True)
 def test_numbers_of_shards_are_those_of_all_ranks():
-    model, _ = sharded("mixed", LLAMA())
+    model = sharded("mixed", LLAMA())
     tiny_loss(model, tiny_batch(0)).backward()
     last = first_shard(model).grad
     if dist.get_rank() == dist.get_world_size() - 1:
@@ -249,18 +238,8 @@ def test_numbers_of_shards_are_those_of_all_ranks():
 
 
 @pytest.mark.on_ranks(2, shared=True)
-def test_a_number_of_shards_that_one_rank_reads_alone_is_an_error(monkeypatch):
-    monkeypatch.setattr(process_group, "ALL_CALL_S", 0.2)
-    model, _ = sharded()
-    if dist.get_rank() == 0:
-        with pytest.raises(OSDPError, match=r"A number read from shards of weights \(item, float, bool\) gathers"):
-            first_shard(model).norm().item()
-    dist.barrier()
-
-
-@pytest.mark.on_ranks(2, shared=True)
 def test_copies_of_shards_are_not_written(tmp_path):
-    model, _ = sharded("mixed", LLAMA())
+    model = sharded("mixed", LLAMA())
     optimizer = torch.optim.AdamW(model.parameters())
     tiny_loss(model, tiny_batch(0)).backward()
     optimizer.step()
@@ -284,41 +263,6 @@ def test_copies_of_shards_are_not_written(tmp_path):
 
 
 # ---- reads of weights
-
-
-def warm(model: nn.Module) -> nn.Module:
-    """Have forward read a weight of a unit that an earlier call has left gathered, before the unit runs."""
-
-    def logits(self: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            reads.hidden_of(self, input_ids)
-        scale = reads.weight_of(reads.matrix(self)).mean()
-        return self.lm_head(reads.hidden_of(self, input_ids)) * (1 + scale)
-
-    reads.with_forward(model, logits)
-    return model
-
-
-UNGUARDED = {"forward reads head": "llama", "loss reads head": "llama", "penalties": "gpt2", "read first": "llama"}
-
-
-@pytest.mark.on_ranks(2, shared=True)
-def test_guard_raises_on_all_ranks_where_reads_are_not_gathered():
-    """Without the mechanism, a read of each kind is an error, or right where the weight happened to be gathered."""
-    meshes, raised = Meshes("cpu"), set()
-    with patch.object(UnitOrder, "read", lambda self, group: None):
-        for (kind, name), layout in product(UNGUARDED.items(), ("zero3", "mixed")):
-            case = Case(model=reads.reading(name, kind), loss=reads.KINDS[kind][1], layout=layout)
-            try:
-                trained = train(case, meshes=meshes)
-            except UnreducedGradientError as error:
-                assert str(error).startswith("Unit '") and "got a gradient for a shard of its weight" in str(error)
-                raised.add(kind)
-            else:
-                assert_trained_alike(trained, lambda case=case: alone(case.alone))
-        assert raised == set(UNGUARDED), "the guard is needed for every way to read"
-        late = Case(model=lambda: warm(tiny_model("llama")), layout="zero2")
-        assert_trained_alike(train(late, meshes=meshes), lambda: alone(late.alone))
 
 
 @pytest.mark.on_ranks(2, shared=True)

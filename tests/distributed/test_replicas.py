@@ -81,6 +81,9 @@ def of_lower_precision(make: Callable[[], nn.Module], losses: Iterator[Callable[
     return sums
 
 
+FLOAT = torch.float32
+
+
 def gpt2() -> nn.Module:
     return tiny_model("gpt2", dtype=torch.float32)
 
@@ -92,28 +95,22 @@ def loss_of(model: nn.Module, part: int) -> torch.Tensor:
 
 
 @pytest.mark.on_ranks(2, shared=True)
-def test_nothing_of_fsdp2_is_left_where_all_is_replicated():
-    model, _ = replicated(gpt2(), "bf16")
-    assert is_under_plan(model) and not any(isinstance(module, FSDPModule) for module in model.modules())
-    loss_of(model, dist.get_rank()).backward()
-    assert not any(isinstance(one, DTensor) for p in model.parameters() for one in (p, p.grad))
-    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-    assert type(model.transformer.h[0].mlp.c_fc.weight) is nn.Parameter
-    assert model.transformer.h[0].mlp.c_fc.weight.dtype is torch.float32, "copies are seen within a step alone"
-
-
-@pytest.mark.on_ranks(2, shared=True)
 @pytest.mark.parametrize("layout", ["replicate", "mixed"])
 def test_bf16_is_that_of_a_model_in_bf16_with_sums_in_float32(layout):
     """Two micro-steps, an evaluation before and between, and weights that change between steps."""
     rank = dist.get_rank()
-    model, plan = replicated(gpt2(), "bf16", layout=layout, micro_steps=2)
+    model, _ = replicated(gpt2(), "bf16", layout=layout, micro_steps=2)
     for factor in (1.0, 1.25):
         with torch.no_grad():
             loss_of(model, 0)
         for micro in range(2):
-            with micro_step(model, is_last=micro == 1, plan=plan):
+            with micro_step(model, is_last=micro == 1):
                 (loss_of(model, 2 * micro + rank) / 2).backward()
+        if layout == "replicate":
+            assert is_under_plan(model) and not any(isinstance(module, FSDPModule) for module in model.modules())
+            kinds = {(type(p), p.dtype, type(p.grad)) for p in model.parameters()}
+            assert kinds == {(nn.Parameter, FLOAT, torch.Tensor)}
+            assert model.transformer.h[0].mlp.c_fc.weight.dtype is FLOAT, "copies are seen within a step alone"
         found = {name: whole(gradient) for name, gradient in gradients(model).items()}
 
         def changed(factor: float = factor) -> nn.Module:
@@ -146,8 +143,15 @@ def test_two_calls_before_two_backwards_and_a_call_between():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-6, atol=1e-8)
 
 
-def assert_means(model: nn.Module, reference: nn.Module, precision: str) -> None:
-    """Gradients are those of a reference, with none where it has none."""
+def assert_means(
+    model: nn.Module, used: tuple[tuple[int, ...], ...], precision: str, *, loss: str = "forward", scaled: bool = True
+) -> None:
+    """Run backward, each rank with its own blocks: all get the means, and none where no rank has one."""
+    reference, ids = Towers(scaled=scaled), torch.arange(6).view(2, 3)
+    reference.to(FLOAT if precision == "no" else torch.bfloat16)
+    for one, ranks in ((model, [dist.get_rank()]), (reference, [0, 1])):
+        for rank in ranks:
+            ((one if loss == "forward" else one.by_parts)(ids + rank, used[rank]) / len(ranks)).backward()
     limits = {"rtol": 0.05, "atol": 1e-3} if precision == "bf16" else {"rtol": 1e-5, "atol": 1e-7}
     wanted = {name: p.grad for name, p in reference.named_parameters()}
     for name, gradient in gradients(model).items():
@@ -156,22 +160,13 @@ def assert_means(model: nn.Module, reference: nn.Module, precision: str) -> None
             torch.testing.assert_close(whole(gradient), wanted[name].float(), **limits)
 
 
-DTYPES = {"no": torch.float32, "bf16": torch.bfloat16}
-
-
 @pytest.mark.on_ranks(2, shared=True)
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_ranks_use_different_blocks_and_later_one_that_none_had_used(precision):
-    """A parameter that no rank has used keeps no gradient; one that a rank has used gets the mean on all."""
-    rank, ids = dist.get_rank(), torch.arange(6).view(2, 3)
     model, _ = replicated(Towers(), precision)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, weight_decay=0.1)
     for used in (((0,), (0, 1)), ((0, 1), (0,)), ((2, 0), (0,)), ((0,), (1,)), ((0,), (0, 2))):
-        model(ids + rank, used[rank]).backward()
-        reference = Towers().to(DTYPES[precision])
-        for other in range(2):
-            (reference(ids + other, used[other]) / 2).backward()
-        assert_means(model, reference, precision)
+        assert_means(model, used, precision)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -180,7 +175,6 @@ def test_ranks_use_different_blocks_and_later_one_that_none_had_used(precision):
 @pytest.mark.parametrize(("precision", "loss"), [("no", "forward"), ("bf16", "forward"), ("no", "by_parts")])
 def test_rank_leaves_out_the_only_replicated_unit_of_a_sharded_model(precision, loss):
     """It takes part in the average that others wait for, with zeros; in parts, backward meets the replica first."""
-    rank, ids = dist.get_rank(), torch.arange(6).view(2, 3)
     model = Towers(scaled=False)
     units = find_units(model)
     plan = plan_of(units, 2, "zero3")
@@ -189,11 +183,7 @@ def test_rank_leaves_out_the_only_replicated_unit_of_a_sharded_model(precision, 
     plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
     assert plain == ["blocks.0.weight", "blocks.0.bias"]
     for used in (((1, 0), (1,)), ((1,), (1, 0)), ((1,), (1,))):
-        (model if loss == "forward" else model.by_parts)(ids + rank, used[rank]).backward()
-        reference = Towers(scaled=False).to(DTYPES[precision])
-        for other in range(2):
-            (getattr(reference, loss)(ids + other, used[other]) / 2).backward()
-        assert_means(model, reference, precision)
+        assert_means(model, used, precision, loss=loss, scaled=False)
         model.zero_grad()
 
 
@@ -202,7 +192,7 @@ def test_what_would_train_unequal_replicas_is_refused():
     rank = dist.get_rank()
     model, plan = replicated(gpt2(), "bf16", micro_steps=2)
     optimizer = torch.optim.AdamW(model.parameters())
-    with micro_step(model, is_last=False, plan=plan):
+    with micro_step(model, is_last=False):
         loss_of(model, rank).backward()
     with pytest.raises(OSDPError, match=r"optimizer\.step\(\) came while gradients of unit"):
         optimizer.step()

@@ -47,7 +47,7 @@ def trained_step(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler, 
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
     else:
-        with micro_step(model, is_last=True, plan=plan):
+        with micro_step(model, is_last=True):
             loss = tiny_loss(model, tiny_batch(step, part=part, parts=parts))
             loss.backward()
         clip_grad_norm_(model.parameters(), MAX_NORM)

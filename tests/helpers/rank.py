@@ -170,14 +170,11 @@ def serve_calls(folder: str) -> None:
 
 def _forget() -> None:
     """Forget the groups that earlier calls formed, which ranks form together, and the searches that they made."""
-    for module, names in (
-        (
-            "hf_osdp.distributed.process_group",
-            ("_gloo_groups", "_step_groups"),
-        ),  # its count of calls names keys of the store
-        ("hf_osdp.distributed.mesh", ("_topologies",)),
+    for module, name in (
+        ("hf_osdp.distributed.process_group", "_gloo_groups"),  # its count of calls names keys of the store
+        ("hf_osdp.distributed.mesh", "_topologies"),
     ):
-        for name in names if module in sys.modules else ():
+        if module in sys.modules:
             getattr(sys.modules[module], name).clear()
     if module := sys.modules.get("hf_osdp.planner.search.search"):
         module._searched.cache_clear()

@@ -104,7 +104,7 @@ def train_step(
     """
     output = None
     for number in range(1, plan.accumulation_steps + 1):
-        with micro_step(model, is_last=number == plan.accumulation_steps, plan=plan):
+        with micro_step(model, is_last=number == plan.accumulation_steps):
             output = output_of(model, batch, criterion)
             loss = loss_of(output)
             if not job.holds_outputs:

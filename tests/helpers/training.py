@@ -120,7 +120,7 @@ class Loop:
         """Run forward and backward of all micro-steps."""
         losses = []
         for part in range(self.parts):
-            with micro_step(self.model, is_last=part == self.parts - 1, plan=self.plan):
+            with micro_step(self.model, is_last=part == self.parts - 1):
                 loss = self.loss(step, part)
                 loss.backward()
             losses.append(loss.detach().double())

@@ -33,11 +33,7 @@ def difference_on_shards(optimizer: torch.optim.Optimizer) -> float | None:
     before = [torch.randn(ROWS, COLUMNS, generator=generator) for _ in optimizer.param_groups]
     gradients = [[rows * torch.randn(ROWS, COLUMNS, generator=generator) for _ in before] for _ in range(_STEPS)]
     dtype = torch.float32 if hasattr(optimizer, "bf16_stochastic_round") else _first_parameter(optimizer).dtype
-    own_before, own_gradients = (
-        [matrix.to(dtype) for matrix in before],
-        [[gradient.to(dtype) for gradient in step] for step in gradients],
-    )
-    once, again = (_after_steps(optimizer, own_before, own_gradients, 1) for _ in range(2))
+    once, again = (_after_steps(optimizer, before, gradients, 1, dtype=dtype) for _ in range(2))
     if not all(
         torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True) for one, other in zip(once, again, strict=True)
     ):
@@ -64,17 +60,19 @@ def _after_steps(
     shards: int,
     *,
     dim: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> list[torch.Tensor]:
     device = _first_parameter(optimizer).device
     device = torch.device("cpu") if device.type == "meta" else device
     parameters = [
-        [torch.nn.Parameter(shard.to(device, copy=True)) for shard in matrix.chunk(shards, dim)] for matrix in before
+        [torch.nn.Parameter(shard.to(device, dtype, copy=True)) for shard in matrix.chunk(shards, dim)]
+        for matrix in before
     ]
     trial = _trial(optimizer, parameters)
     for step_gradients in gradients:
         for pieces, gradient in zip(parameters, step_gradients, strict=True):
             for piece, shard in zip(pieces, gradient.chunk(shards, dim), strict=True):
-                piece.grad = shard.to(device, copy=True)
+                piece.grad = shard.to(device, dtype, copy=True)
         type(trial).step(trial)
     if shards > 1 and not all(isinstance(key, torch.Tensor) for key in trial.state):
         return [torch.full_like(matrix, torch.inf) for matrix in before]  # states by names, not of shards

@@ -105,7 +105,7 @@ def scales_in_a_hook(loop: Loop, number: int) -> None:
 
 def gives_up_a_group_of_micro_steps(loop: Loop, number: int) -> None:
     """As where a loss is not finite: what the first micro-step left is zeroed, and is in no later step."""
-    with micro_step(loop.model, is_last=False, plan=loop.plan):
+    with micro_step(loop.model, is_last=False):
         loop.loss(number).backward()
     if number > 0:
         loop.optimizer.zero_grad(set_to_none=number == 1)
@@ -114,7 +114,7 @@ def gives_up_a_group_of_micro_steps(loop: Loop, number: int) -> None:
 
 def scales_between_micro_steps(loop: Loop, number: int, by: float | None = 1.0) -> None:
     for last in (False, True):
-        with micro_step(loop.model, is_last=last, plan=loop.plan):
+        with micro_step(loop.model, is_last=last):
             found = loop.loss(number + 5 * last)
             found.backward()
         for parameter in loop.model.parameters() if by else ():
@@ -233,6 +233,7 @@ CASES = {
     "gives up micro-steps": case(given_up),
     "gives up micro-steps, zero3, reduces": case(given_up, "zero3", way=reduces),
     "scales between micro-steps": case(scaled, way=reduces),
+    "scales between micro-steps, zero3 on 4": case(scaled, "zero3", world=4),
 }
 WORK: dict[str, Any] = {
     "torch clips": clips_by_torch, "is followed": is_followed, "is averaged": partial(is_averaged, options={}),
@@ -248,14 +249,15 @@ CASES |= {
 
 # ---- fewer bits on the wire, without rounding
 
-INT8 = WireFormat.INT8
 
-
-def by_wire(number: int, decision: UnitDecision, unit: UnitDescription) -> dict[str, Any]:
+def by_wire(
+    number: int, decision: UnitDecision, unit: UnitDescription, wire: WireFormat = WireFormat.INT8
+) -> dict[str, Any]:
     """Two nodes of two; whole shards over all of them are gathered in two stages."""
     if decision.shard_size == 4:
-        return {"stage_size": 2, "gather_wire": INT8, "reduce_wire": INT8}
-    return {"replica_wire": INT8} if decision.shard_size == 2 else {}
+        gather = wire if wire.for_parameters else WireFormat.INT8
+        return {"stage_size": 2, "gather_wire": gather, "reduce_wire": wire}
+    return {"replica_wire": wire} if decision.shard_size == 2 else {}
 
 
 @contextmanager
@@ -279,13 +281,8 @@ def without_rounding() -> Iterator[None]:
 
 CASES |= {
     f"wire, {layout}": Case(
-        layout=layout,
-        world=4,
-        accumulation_steps=2,
-        reduce=None,
-        change=by_wire,
-        within_ranks=without_rounding,
+        layout=layout, world=4, accumulation_steps=2, reduce=None, change=by_wire, within_ranks=without_rounding,
         slow=layout != "mixed",
     )
     for layout in ("two_stage", "mixed")
-}
+}  # fmt: skip

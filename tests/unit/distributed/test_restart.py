@@ -44,11 +44,6 @@ def test_limit_reaches_next_start_of_same_user_and_launcher_alone(monkeypatch, u
     assert limit_after_oom(100) == 100, "another launcher, which has the same process number"
 
 
-def test_lowest_limit_of_all_ranks_counts(monkeypatch):
-    monkeypatch.setattr(restart, "all_gather_objects", lambda mine: [mine, 90, 80, None])
-    assert limit_after_oom(100) == 80
-
-
 def test_hindrance_names_how_to_be_started_again(monkeypatch, under_torchrun):
     assert reason_not_to_restart() is None
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")

@@ -53,31 +53,22 @@ def assert_rows_of(whole: Batch, part: Batch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "rows", "shares"),
+    ("columns", "size", "rows", "shares"),
     [
-        (1, [1] * 9, [1 / 4] * 8 + [1]),
-        (3, [3, 1, 3, 1, 1], [3 / 4, 1 / 4, 3 / 4, 1 / 4, 1]),
-        (8, [4, 4, 1], [1, 1, 1]),
+        (0, 1, [1] * 9, [1 / 4] * 8 + [1]), (0, 3, [3, 1, 3, 1, 1], [3 / 4, 1 / 4, 3 / 4, 1 / 4, 1]),
+        (0, 8, [4, 4, 1], [1, 1, 1]), (32, 4, [4, 4], [1, 1]), (32, 7, [4, 4], [1, 1]), (32, 8, [8], [2]),
+        (32, 16, [8], [2]),
     ],
-)
-def test_batches_are_cut_in_order_and_keep_their_columns(size, rows, shares):
-    whole, batches = loaded()
-    parts = micro_batches(batches, size, averages=True)
-    assert torch.cat([part["kind"] for part, _ in parts]).tolist() == list(range(9))
+)  # fmt: skip
+def test_batches_are_cut_in_order_and_those_of_equal_shapes_are_joined(columns, size, rows, shares):
+    whole, batches = loaded(columns)
+    parts = micro_batches(batches[:2] if columns else batches, size, averages=True)
+    assert torch.cat([part["kind"] for part, _ in parts]).tolist() == list(range(sum(rows)))
     assert ([len(part["kind"]) for part, _ in parts], [share for _, share in parts]) == (rows, shares)
     for part, _ in parts:
         assert_rows_of(whole, part)
         first = int(part["kind"][0]) // 4 * 4
-        assert part["input_ids"].shape[1] == max(LENGTHS[first : first + 4])
-
-
-@pytest.mark.parametrize(("size", "rows"), [(4, [4, 4]), (7, [4, 4]), (8, [8]), (16, [8])])
-def test_batches_of_equal_shapes_are_joined(size, rows):
-    whole, batches = loaded(columns=32)
-    parts = micro_batches(batches[:2], size, averages=True)
-    assert [(len(part["kind"]), share) for part, share in parts] == [(count, count / 4) for count in rows]
-    for part, _ in parts:
-        assert_rows_of(whole, part)
+        assert part["input_ids"].shape[1] == (columns or max(LENGTHS[first : first + 4])), "columns stay"
 
 
 def test_samples_by_length_lose_columns_of_padding():
@@ -87,6 +78,11 @@ def test_samples_by_length_lose_columns_of_padding():
     assert [tuple(part["input_ids"].shape) for part in parts] == [(1, 32), (1, 24), (3, 8)]
     for part in parts:
         assert_rows_of(whole, part)
+    whole = batch([3, 2], 32)
+    whole["labels"][1, 20] = 5
+    assert [part["input_ids"].shape[1] for part in by_length(whole)] == [24, 8], "labels beyond the mask stay"
+    shares = [share for _, share in micro_batches(loaded()[1][1:], 1, BUDGET, averages=True)]
+    assert sum(shares) == 2 and shares[-1] == 1, "the last batch of an epoch is cut by itself"
 
 
 def test_ids_that_become_longer_are_filled_with_the_token_of_padding():
@@ -96,18 +92,6 @@ def test_ids_that_become_longer_are_filled_with_the_token_of_padding():
     assert part["input_ids"][1, 8:].tolist() == [7] * 4 and part["labels"][1, 8:].tolist() == [-100] * 4
 
 
-def test_labels_beyond_the_mask_keep_their_columns():
-    whole = batch([3, 2], 32)
-    whole["labels"][1, 20] = 5
-    assert [part["input_ids"].shape[1] for part in by_length(whole)] == [24, 8]
-
-
-def test_the_last_batch_of_an_epoch_is_cut_by_itself():
-    _, batches = loaded()
-    shares = [share for _, share in micro_batches(batches[1:], 1, BUDGET, averages=True)]
-    assert sum(shares) == 2 and shares[-1] == 1
-
-
 def test_pictures_are_cut_without_a_copy():
     pictures = {"pixel_values": torch.rand(4, 3, 2, 2), "labels": torch.arange(4)}
     parts = micro_batches([pictures], 2, averages=True)
@@ -115,26 +99,25 @@ def test_pictures_are_cut_without_a_copy():
     assert all(part["pixel_values"]._base is pictures["pixel_values"] for part, _ in parts)
 
 
+NO_ROW, OF_TOKENS = "has no row for each sample", "may have a value for"
+
+
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("name", "value", "said"),
     [
-        ({"attention_mask": torch.ones(2, 1, 32, 32).long()}, r"'attention_mask' of its batches may have a value for"),
-        ({"kind": torch.tensor(3)}, r"'kind' of its batches has no row for each sample"),
-        ({"kind": torch.arange(3)}, r"'kind' of its batches has no row for each sample"),
-        ({"kind": ["a", "b"]}, r"'kind' of its batches has no row for each sample"),
-        ({"weights": torch.ones(2, 32)}, r"'weights' of its batches may have a value for each token"),
-        ({"pixel_values": torch.ones(2, 3, 4, 4)}, r"'pixel_values' of its batches may have a value for each token"),
+        ("attention_mask", torch.ones(2, 1, 32, 32).long(), OF_TOKENS), ("kind", torch.tensor(3), NO_ROW),
+        ("kind", torch.arange(3), NO_ROW), ("kind", ["a", "b"], NO_ROW), ("weights", torch.ones(2, 32), OF_TOKENS),
+        ("pixel_values", torch.ones(2, 3, 4, 4), OF_TOKENS),
     ],
-)
-def test_batches_that_cannot_be_cut_are_refused(changes, said):
-    given = {name: value for name, value in {**batch([3, 2], 32), **changes}.items() if value is not None}
-    with pytest.raises(OSDPError, match=f"A step cannot be cut into the plan's micro-batches: {said}"):
-        by_length(given, averages=True)
+)  # fmt: skip
+def test_batches_that_cannot_be_cut_are_refused(name, value, said):
+    with pytest.raises(
+        OSDPError, match=f"A step cannot be cut into the plan's micro-batches: '{name}' of its .*{said}"
+    ):
+        by_length({**batch([3, 2], 32), name: value}, averages=True)
 
 
-@pytest.mark.parametrize(
-    "given", [None, [], {}, {"input_ids": [[1, 2], [3, 4]]}, {"input_ids": torch.ones(1, 4).long()}]
-)
+@pytest.mark.parametrize("given", [None, [], {}, {"input_ids": [[1, 2], [3, 4]]}, {"input_ids": torch.ones(1, 4)}])
 def test_other_batches_of_two_samples_are_not_cut(given):
     assert reason_against_cuts(given, samples=2) is not None
 

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_osdp.errors import OSDPError
-from hf_osdp.planner.optimizers import spec_of_trainer_name
 from hf_osdp.planner.training_job import OptimizerStep
 from hf_osdp.sharding.gradients import local
 from hf_osdp.sharding.optimizer import spec_of_optimizer
@@ -49,6 +48,16 @@ def twins(mesh: DeviceMesh) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     plain = [nn.Parameter(torch.randn(shape, generator=dice)) for shape in ROWS]
     parameters = [nn.Parameter(sharded(p.detach().clone(), mesh)) for p in plain[:-1]]
     return [*parameters, nn.Parameter(plain[-1].detach().clone())], plain
+
+
+def trained_by(
+    cls: type[torch.optim.Optimizer], mesh: DeviceMesh, count: int = len(ROWS), **options: Any
+) -> tuple[list[nn.Parameter], list[nn.Parameter], list[torch.optim.Optimizer]]:
+    """Return twins with an optimizer of the first ones each, which steps those with DTensors by device."""
+    parameters, plain = twins(mesh)
+    optimizers = [cls(of[:count], **deepcopy(options)) for of in (parameters, plain)]
+    step_by_device(optimizers[0])
+    return parameters, plain, optimizers
 
 
 def set_gradients(number: int, *of: list[nn.Parameter]) -> None:
@@ -86,13 +95,9 @@ def record(optimizer: torch.optim.Optimizer) -> list[list[list[type]]]:
 
 @pytest.mark.parametrize(("cls", "options"), OPTIONS, ids=lambda value: getattr(value, "__name__", None))
 def test_step_on_shards_is_that_on_plain_tensors_and_keeps_dtensor_states(cls, options, mesh):
-    parameters, plain = twins(mesh)
-    options = {"lr": 0.1, **options}
-    optimizers = [
-        cls([{"params": of[:1]}, {"params": of[1:], "weight_decay": 0.1}], **deepcopy(options))
-        for of in (parameters, plain)
-    ]
-    step_by_device(optimizers[0])
+    parameters, plain, optimizers = trained_by(cls, mesh, 1, **{"lr": 0.1, **options})
+    for optimizer, of in zip(optimizers, (parameters, plain), strict=True):
+        optimizer.add_param_group({"params": of[1:], "weight_decay": 0.1})
     seen = record(optimizers[0])
     groups = [(id(group), [id(p) for p in group["params"]]) for group in optimizers[0].param_groups]
     held: dict[int, dict[str, Any]] = {}
@@ -114,9 +119,7 @@ def test_step_on_shards_is_that_on_plain_tensors_and_keeps_dtensor_states(cls, o
 
 
 def test_groups_and_states_that_change_between_steps_are_used(mesh):
-    parameters, plain = twins(mesh)
-    optimizers = [torch.optim.AdamW(of[:2], lr=0.1, fused=True) for of in (parameters, plain)]
-    step_by_device(optimizers[0])
+    parameters, plain, optimizers = trained_by(torch.optim.AdamW, mesh, 2, lr=0.1, fused=True)
     for number, change in enumerate([
         lambda o, of: None,
         lambda o, of: o.add_param_group({"params": of[2:], "lr": 0.01}),
@@ -135,34 +138,25 @@ def test_groups_and_states_that_change_between_steps_are_used(mesh):
         assert_equal(parameters[: 2 if not number else None], plain[: 2 if not number else None], *optimizers)
 
 
-def test_states_of_another_layout_are_refused(mesh):
-    parameters, _ = twins(mesh)
-    optimizer, weight = torch.optim.AdamW(parameters[:1], fused=True), nn.Parameter(torch.ones(6, 4))
-    step_by_device(optimizer)
+def test_states_of_another_layout_are_refused_and_gradients_brought_to_their_parameters(mesh):
+    parameters, plain, (optimizer, _) = trained_by(torch.optim.AdamW, mesh, 1, fused=True)
+    weight = nn.Parameter(torch.ones(6, 4))
     weight.grad = torch.ones(6, 4)
     (whole := torch.optim.AdamW([weight])).step()
     optimizer.load_state_dict(whole.state_dict())
     set_gradients(0, parameters)
-    before = local(parameters[0]).clone()
     with pytest.raises(OSDPError, match=r"exp_avg has shape \(6, 4\) for a shard of shape \(3, 4\)"):
         optimizer.step()
-    assert torch.equal(local(parameters[0]), before)
-
-
-def test_gradient_in_another_placement_is_brought_to_its_parameters(mesh):
-    parameters, plain = twins(mesh)
-    optimizer = torch.optim.SGD(parameters[:1], lr=1.0)
-    step_by_device(optimizer)
-    whole = torch.randn(6, 4)
-    parameters[0].grad = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
+    assert torch.equal(local(parameters[0]), plain[0])
+    parameters, plain, (optimizer, _) = trained_by(torch.optim.SGD, mesh, 1, lr=1.0)
+    gradient = torch.randn(6, 4)
+    parameters[0].grad = DTensor.from_local(gradient, mesh, [Replicate()], run_check=False)
     optimizer.step()
-    assert torch.equal(local(parameters[0]), plain[0] - whole[:3])
+    assert torch.equal(local(parameters[0]), plain[0] - gradient[:3])
 
 
 def test_step_that_raises_leaves_groups_states_and_no_gradient(mesh, monkeypatch):
-    parameters, plain = twins(mesh)
-    optimizers = [torch.optim.AdamW(of, lr=0.1) for of in (parameters, plain)]
-    step_by_device(optimizers[0])
+    parameters, plain, optimizers = trained_by(torch.optim.AdamW, mesh, lr=0.1)
     for number in range(2):
         set_gradients(number, parameters, plain)
         groups, states = list(optimizers[0].param_groups), {p: dict(optimizers[0].state[p]) for p in parameters}
@@ -185,9 +179,7 @@ def test_step_that_raises_leaves_groups_states_and_no_gradient(mesh, monkeypatch
 
 @pytest.mark.parametrize("option", ["closure", "differentiable"])
 def test_steps_that_compute_gradients_or_have_them_step_the_parameters_themselves(option, mesh):
-    parameters, plain = twins(mesh)
-    optimizers = [torch.optim.SGD(of[:2], lr=0.1, momentum=0.9) for of in (parameters, plain)]
-    step_by_device(optimizers[0])
+    parameters, plain, optimizers = trained_by(torch.optim.SGD, mesh, 2, lr=0.1, momentum=0.9)
     seen = record(optimizers[0])
     for number in range(2):
         if option == "closure":
@@ -205,9 +197,7 @@ def test_steps_that_compute_gradients_or_have_them_step_the_parameters_themselve
 
 @pytest.mark.parametrize("overflows", [False, True])
 def test_fused_step_gets_scale_and_overflow_from_the_optimizer(overflows, mesh):
-    parameters, plain = twins(mesh)
-    optimizers = [torch.optim.AdamW(of, lr=0.1, fused=True) for of in (parameters, plain)]
-    step_by_device(optimizers[0])
+    parameters, plain, optimizers = trained_by(torch.optim.AdamW, mesh, lr=0.1, fused=True)
     set_gradients(0, parameters, plain)
     for optimizer in optimizers:
         optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(float(overflows))
@@ -244,35 +234,30 @@ def test_step_by_device_makes_a_group_for_each_device():
 @pytest.mark.parametrize(
     ("cls", "options", "states"),
     [
-        (torch.optim.AdamW, {"amsgrad": True}, 3),
-        (torch.optim.SGD, {"lr": 0.1}, 0),
-        (torch.optim.Adagrad, {}, 1),
+        (torch.optim.AdamW, {"amsgrad": True}, 3), (torch.optim.SGD, {"lr": 0.1}, 0), (torch.optim.Adagrad, {}, 1),
         (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}, 3),
     ],
-)
+)  # fmt: skip
 def test_spec_of_optimizer_counts_the_states_that_torch_keeps(cls, options, states):
-    parameter = torch.nn.Parameter(torch.ones(7))
-    optimizer = cls([parameter], **options)
+    optimizer = cls([parameter := nn.Parameter(torch.ones(7))], **options)
     parameter.grad = torch.ones(7)
     optimizer.step()
     kept = sum(1 for value in optimizer.state[parameter].values() if torch.is_tensor(value) and value.numel() == 7)
     assert spec_of_optimizer(optimizer, device_type="cpu").states == states == kept
 
 
+FOR_LOOP, FOREACH, FUSED = OptimizerStep.FOR_LOOP, OptimizerStep.FOREACH, OptimizerStep.FUSED
+
+
 @pytest.mark.parametrize(
     ("options", "device_type", "step"),
     [
-        ({}, "cpu", OptimizerStep.FOR_LOOP),
-        ({}, "cuda", OptimizerStep.FOREACH),
-        ({"fused": True}, "cpu", OptimizerStep.FUSED),
-        ({"foreach": True}, "cpu", OptimizerStep.FOREACH),
-        ({"foreach": False}, "cuda", OptimizerStep.FOR_LOOP),
+        ({}, "cpu", FOR_LOOP), ({}, "cuda", FOREACH), ({"fused": True}, "cpu", FUSED),
+        ({"foreach": True}, "cpu", FOREACH), ({"foreach": False}, "cuda", FOR_LOOP),
     ],
-)
+)  # fmt: skip
 def test_spec_of_optimizer_says_how_the_step_runs(options, device_type, step):
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], **options)
-    found = spec_of_optimizer(optimizer, device_type=device_type)
+    found = spec_of_optimizer(torch.optim.AdamW([nn.Parameter(torch.ones(1))], **options), device_type=device_type)
     assert found.step is step
     if not options:
         assert spec_of_optimizer(None, device_type=device_type) == found
-        assert spec_of_trainer_name("adamw_torch", device_type=device_type) == found
