@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-import yaml
 from torch import nn
 
 from tests.helpers import quantized
-from tests.helpers.architectures import tiny_config
+from tests.helpers.architectures import OTHERS, tiny_config
 
 from .losses import shifted
 
 VOCABULARY = 100
-SIZES = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text(encoding="utf-8"))
-"""Fields of configurations, by class of model."""
 
 
 def tiny(name: str, **changes: Any) -> nn.Module:
@@ -64,11 +60,9 @@ def in_float8() -> nn.Module:
 
 
 def of(name: str, *, like: str = "", **sizes: Any) -> nn.Module:
-    """Return a model for which tests have no tiny sizes: those of models.yaml, or of a class that is `like` it, and
-    these.
-    """
+    """Return a model of the sizes of another class, which is `like` it, or of its own among OTHERS, and of these."""
     cls = getattr(transformers, name)
-    config = tiny_config(like, **sizes) if like else cls.config_class(**{**SIZES[name], **sizes})
+    config = tiny_config(like, **sizes) if like else cls.config_class(**{**OTHERS[name], **sizes})
     torch.manual_seed(0)
     return cls(config)
 

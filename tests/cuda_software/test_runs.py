@@ -1,11 +1,10 @@
-"""What users start, on the device against the same on the CPU: scripts under `hf_osdp.run`, a plain loop with
-checkpoints in the background, reads of weights, commands, and memory that runs out.
+"""What users start, on the device against the same on the CPU: scripts under `hf_osdp.run`, checkpoints in the
+background, reads of weights, commands, and memory that runs out.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,23 +13,17 @@ from typer.testing import CliRunner
 
 from benchmarks.gpu_suite import catalogue  # noqa: F401  (the catalogue has the order of steps)
 from benchmarks.gpu_suite.faults import problem_of, runs_out
-from hf_osdp import OptimalShardedDataParallel
 from hf_osdp.cli.app import app
-from hf_osdp.distributed.mesh import Meshes
-from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.hardware import Backend
 from hf_osdp.planner.profile import Profile
-from hf_osdp.sharding.environment import training_device
 from tests.distributed.cases.reads import CASES
 from tests.distributed.test_run import HELPER, LOOP, MODEL, TRAINER, run_main
 from tests.helpers.checkpointed import worst
 from tests.helpers.distributed import run_ranks
-from tests.helpers.layouts import plan_of
-from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 from tests.helpers.output import ends_of
-from tests.helpers.training import alone, train
+from tests.helpers.training import alone
 
-from .training import LATE_MS, on_devices
+from .training import LATE_MS, Variant, on_devices, train
 
 FEW_VALUES = {"FAKE_CUDA_COMPUTE_MAX": "4096"}
 """What measures times needs no values, but those that ranks exchange."""
@@ -55,52 +48,29 @@ def test_script_under_hf_osdp_run_trains_as_over_gloo(tmp_path, name, late):
     torch.testing.assert_close(losses["cuda"], losses["cpu"], rtol=1e-5, atol=1e-5)
 
 
-def looped(folder, resumes):
-    """Four steps of a plain loop, saved in the background after two; or the last two from there."""
-    inner = tiny_model("gpt2", seed=int(resumes))
-    plan = replace(plan_of(find_units(inner), 2, "mixed"), sequence_length=12, micro_batch_size=4)
-    model = OptimalShardedDataParallel(inner, {"plan": plan})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    rank, device = torch.distributed.get_rank(), training_device()
-    if resumes:
-        model.load_checkpoint(folder, optimizer)
-    losses = []
-    for step in range(2 if resumes else 0, 4):
-        batch = {key: value.to(device) for key, value in tiny_batch(step, part=rank, parts=2).items()}
-        loss = tiny_loss(model, batch)
-        model.backward(loss)
-        model.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if step == 1:
-            model.save_checkpoint(folder, optimizer, in_background=True)
-    model.wait_for_checkpoint()
-    return losses, model.full_state_dict(), device.type
+def saved_and_resumed(folder):
+    """Two steps, saved in the background while training goes on, and two from there."""
+    how = {"folder": folder, "in_background": True}
+    return [train(Variant(steps=2), "cuda", start=start, **how) for start in (0, 2)]
 
 
-def test_plain_loop_and_background_checkpoints_equal_those_over_gloo(tmp_path):
-    found = {}
-    for name, run, how in (("cpu", run_ranks, {"init": False}), ("cuda", on_devices, {"joins": False, **WATCHED})):
-        whole = run(looped, 2, str(tmp_path / name), False, **how)[0]
-        rest = run(looped, 2, str(tmp_path / name), True, **how)[0]
-        assert rest[0] == whole[0][2:] and worst(rest[1], whole[1]) == 0 and whole[2] == name
-        found[name] = whole
-    torch.testing.assert_close(found["cuda"][0], found["cpu"][0], rtol=0, atol=1e-12)
-    assert worst(found["cuda"][1], found["cpu"][1]) < 1e-12
+def test_background_checkpoints_go_on_as_in_one_process(tmp_path):
+    first, second = on_devices(saved_and_resumed, 2, str(tmp_path), **WATCHED)[0]
+    wanted = alone(Variant(steps=4).alone)
+    assert [*first.losses, *second.losses] == pytest.approx(wanted.losses, rel=0, abs=1e-12)
+    assert worst(second.parameters, wanted.parameters) < 1e-12
 
 
-READS = ("read, gpt2, read first, checkpointing",)
+READ_FIRST = CASES["read, gpt2, read first, checkpointing"]
 
 
-def train_each(names):
-    return {name: train(CASES[name], meshes=Meshes("cuda")) for name in names}
+def train_read_first():
+    return train(READ_FIRST, "cuda")
 
 
 def test_weights_that_are_read_train_as_in_one_process():
-    for name, trained in on_devices(train_each, 2, READS, **WATCHED)[0].items():
-        errors = trained.worst_error(alone(CASES[name].alone))
-        assert max(errors.values()) < 1e-12, (name, errors)
+    errors = on_devices(train_read_first, 2, **WATCHED)[0].worst_error(alone(READ_FIRST.alone))
+    assert max(errors.values()) < 1e-12, errors
 
 
 def command(*arguments):

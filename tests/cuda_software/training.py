@@ -12,21 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_osdp import OSDPGradScaler
 from hf_osdp.distributed.mesh import Meshes
-from hf_osdp.modeling.units import find_units
-from hf_osdp.planner.training_job import Precision
-from hf_osdp.sharding.apply import apply_plan
-from hf_osdp.sharding.environment import move_to_device, mp_policy
-from hf_osdp.sharding.gradients import clip_grad_norm_
-from hf_osdp.sharding.host import host_parameters
-from hf_osdp.sharding.optimizer_steps import bind_optimizer, step_by_device
-from hf_osdp.sharding.state import full_state_dict
-from hf_osdp.sharding.steps import micro_step
 from tests.helpers.distributed import run_ranks
-from tests.helpers.models import tiny_batch
-from tests.helpers.read_back import verify_applied
-from tests.helpers.training import MAX_NORM, Case, Trained, plan_for
+from tests.helpers.training import Case, Trained
+from tests.helpers.training import train as train_case
 
 # Else the question whether there is a device, asked before ranks are forked, forbids them to use one.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -39,48 +28,17 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant(Case):
-    """A training: what is trained, under which plan, how."""
+    """A training of the same kernels on both devices."""
 
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = _adamw
-    max_norm: float = MAX_NORM
-    precision: str = "no"
-    """As Accelerate names it; fp16 scales the loss."""
+    with_states: bool = False
 
 
-def train(variant: Variant, device_type: str) -> Trained:
+def train(variant: Case, device_type: str, **options: Any) -> Trained:
     """Train this rank's part on `"cuda"` or `"cpu"`; rank 0 has the parameters."""
-    model, world, rank = variant.model(), dist.get_world_size(), dist.get_rank()
-    if variant.prepare:
-        variant.prepare(model)
-    units, parts = find_units(model), variant.accumulation_steps
-    plan = plan_for(replace(variant, world=world), units)
-    apply_plan(model, plan, units, meshes=Meshes(device_type), mp_policy=mp_policy(Precision.named(variant.precision)))
-    verify_applied(model, plan, units)
-    device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
-    move_to_device(model, device)
-    optimizer = variant.optimizer(model)
-    step_by_device(optimizer, host_parameters(model))
-    if any(unit.states_on_host for unit in plan.units):
-        bind_optimizer(model, plan, units, [optimizer])
-    scaler = OSDPGradScaler(device=device_type, enabled=variant.precision == "fp16", init_scale=2.0**10)
-    losses, norms = [], []
-    for step in range(variant.steps):
-        optimizer.zero_grad()
-        for part in range(parts):
-            with micro_step(model, is_last=part == parts - 1):
-                batch = tiny_batch(step, part=part * world + rank, parts=world * parts)
-                loss = variant.loss(model, {name: value.to(device) for name, value in batch.items()}) / parts
-                scaler.scale(loss).backward()
-                losses.append(loss.detach())
-        scaler.unscale_(optimizer)
-        norms.append(clip_grad_norm_(model.parameters(), variant.max_norm).detach())
-        scaler.step(optimizer)
-        scaler.update()
-    return Trained(
-        losses=tuple(loss.item() for loss in losses),
-        norms=tuple(norm.item() for norm in norms),
-        parameters=full_state_dict(model),
-    )
+    device = f"cuda:{torch.cuda.current_device()}" if device_type == "cuda" else "cpu"
+    case = replace(variant, world=dist.get_world_size())
+    return train_case(case, meshes=Meshes(device_type), device=device, **options)
 
 
 def on_devices(

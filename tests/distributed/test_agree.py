@@ -33,7 +33,6 @@ from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.sharding.environment import form_process_group
 from hf_osdp.versions import package_versions
 from tests.helpers.distributed import ranks_of
-from tests.helpers.rank import as_script
 
 
 class OwnPlanError(PlanError):
@@ -206,7 +205,7 @@ def stopped_while_it_writes(folder: str) -> None:
 
 
 def test_checkpoint_in_background_is_complete_before_any_rank_ends(tmp_path):
-    with ranks_of(as_script, 2, stopped_while_it_writes, str(tmp_path), init=False, timeout_s=30) as ranks:
+    with ranks_of(stopped_while_it_writes, 2, str(tmp_path), init=False, timeout_s=30) as ranks:
         while any(rank.poll() is None for rank in ranks):
             time.sleep(0.01)
         assert [(rank.returncode, rank.output) for rank in ranks] == [(EXIT_CODE, "complete\n"), (EXIT_CODE, "")]

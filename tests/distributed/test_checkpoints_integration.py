@@ -37,12 +37,12 @@ from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict
 from tests.distributed import test_integration_trainer as stock
+from tests.helpers.architectures import tiny_vision
 from tests.helpers.checkpointed import groups_of, worst
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import mixed_plan, plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 from tests.helpers.models import tiny_model as core_model
-from tests.helpers.vision import tiny_vision
 
 SHARDED, WHOLE = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
 

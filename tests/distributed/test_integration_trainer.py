@@ -5,37 +5,29 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, TrainerCallback, TrainingArguments
-from transformers.optimization import Adafactor
 
 from hf_osdp.distributed import process_group
 from hf_osdp.distributed.launcher import launched_rank
-from hf_osdp.errors import OSDPError, PlanError
+from hf_osdp.errors import OSDPError
 from hf_osdp.integrations.trainer import Trainer
-from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.presets import preset
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.sharding.gradients import local
 from tests.helpers import models
 from tests.helpers.checkpointed import worst
 from tests.helpers.distributed import run_ranks
-from tests.helpers.layouts import mixed_plan, plan_of
+from tests.helpers.layouts import mixed_plan
 from tests.helpers.sampling import slow_but
-
-from .cases.optimizers import frozen
 
 STEPS, LENGTH, GLOBAL_BATCH = 5, 12, 8
 
@@ -97,168 +89,47 @@ def history(trainer) -> dict[str, list[float]]:
     return {"loss": losses.tolist(), "grad_norm": norms}
 
 
-def assert_close(got: dict[str, list[float]], want: dict[str, list[float]], tolerance: float = 1e-12) -> None:
-    for name in want:
-        assert len(got[name]) == len(want[name]), name
-        worst = max(abs(a - b) for a, b in zip(got[name], want[name], strict=True))
-        assert worst <= tolerance, (name, worst, got[name], want[name])
+def assert_close(got: dict[str, list[float]], want: dict[str, list[float]], tolerance: float) -> None:
+    for name, values in want.items():
+        assert got[name] == pytest.approx(values, rel=0, abs=tolerance), name
 
 
-def planned_osdp(build: Callable[..., torch.nn.Module], **options: Any) -> OSDPConfig:
-    """Return a mixed plan with micro-steps, or with options what a planner gets."""
-    if options:
-        return OSDPConfig(hardware=preset("cpu", devices_per_node=2), operator_splitting=False, **options)
-    plan = mixed_plan(build(), 2, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=False)
-    return OSDPConfig(plan=plan)
+def trained_by_stock(folder: Path, model: torch.nn.Module) -> StockTrainer:
+    args = arguments(str(folder), per_device_train_batch_size=GLOBAL_BATCH)
+    trainer = StockTrainer(model=model, args=args, train_dataset=tokens())
+    trainer.train()
+    return trainer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """A training of the Trainer that logs and gets what the stock one does in one process."""
-
-    build: Callable[..., torch.nn.Module] = tiny_model
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    osdp: Mapping[str, Any] = field(default_factory=dict)
-    """What is planned for; a mixed plan otherwise."""
-    tolerance: float = 1e-12
-    resumes: float = 0.0
-    """The tolerance of the rest after a checkpoint, whose states may be rounded once more; 0: not tried."""
-    evaluates: bool = False
-    """Before training."""
-    within: Callable[[], AbstractContextManager[Any]] = nullcontext
-    check: Callable[[PlannedTrainer], object] | None = None
-    needs: str = "torch"
-    slow: bool = True
+def run_planned(folder: str) -> tuple[dict[str, list[float]], dict[str, torch.Tensor]]:
+    """Train on this rank, whose weights are another's until they are broadcast."""
+    plan = mixed_plan(tiny_model(), 2, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=False)
+    args = arguments(folder, per_device_train_batch_size=GLOBAL_BATCH // 2)
+    model = tiny_model(seed=launched_rank())
+    trainer = PlannedTrainer(model=model, args=args, train_dataset=tokens(), osdp=OSDPConfig(plan=plan))
+    trainer.train()
+    return history(trainer), dict(trainer.accelerator.get_state_dict(trainer.model))
 
 
-def eagerly() -> AbstractContextManager[Any]:
-    return torch.compiler.set_stance("force_eager")
-
-
-def gpt2(width: int, seed: int = 0) -> torch.nn.Module:
-    return models.tiny_model("gpt2", layers=2, width=width, seed=seed)
-
-
-def partly_frozen(seed: int = 0) -> torch.nn.Module:
-    return frozen(("transformer.h.1.", "transformer.h.2."), seed=seed)()
-
-
-def units_are_whole(trainer: PlannedTrainer) -> None:
-    trained = {unit.fqn for unit in find_units(trainer.model) if unit.trainable_numel}
-    assert all(unit.shard_size == 1 for unit in trainer.plan.units if unit.fqn in trained)
-    assert isinstance(getattr(trainer.optimizer, "optimizer", trainer.optimizer), Adafactor)
-
-
-def states_are_quantized(trainer: PlannedTrainer) -> None:
-    values = [value for states in trainer.optimizer.state.values() for value in states.values()]
-    assert not any(isinstance(value, DTensor) for value in values)
-    assert any(type(v).__name__.startswith("OptimState") or getattr(v, "dtype", None) is torch.uint8 for v in values)
-
-
-BITS = {"tolerance": 1e-9, "check": states_are_quantized}
-SMALL = {"strategy": "osdp", "sequence_length": LENGTH}
-EIGHT = {**BITS, "build": partial(gpt2, 128), "arguments": {"optim": "adamw_torch_8bit"}, "needs": "torchao"}
-FOUR = {**EIGHT, "arguments": {"optim": "adamw_torch_4bit"}}
-TRAININGS = {
-    "a mixed plan": Training(slow=False),
-    "fsdp, evaluates first": Training(osdp={"strategy": "fsdp"}, evaluates=True),
-    "adafactor": Training(
-        build=partly_frozen, arguments={"optim": "adafactor"}, osdp=SMALL, tolerance=1e-6, resumes=1e-6,
-        check=units_are_whole,
-    ),
-    "adamw_torch_8bit, compiled": Training(**EIGHT, resumes=1e-3),
-    "adamw_torch_4bit, evaluates first": Training(**FOUR, within=eagerly, evaluates=True),
-    "adamw_bnb_8bit": Training(
-        **BITS, build=partial(gpt2, 256), arguments={"optim": "adamw_bnb_8bit"}, resumes=1e-3, needs="bitsandbytes"
-    ),
-}  # fmt: skip
-
-
-def made(kind: type, training: Training, folder: str, samples: int, seed: int, **more: Any) -> Any:
-    """Return a Trainer that is to train."""
-    saves = {"save_strategy": "steps", "save_steps": 2} if training.resumes and kind is PlannedTrainer else {}
-    options = {"per_device_train_batch_size": samples, "per_device_eval_batch_size": samples, **saves}
-    args = arguments(folder, **{**options, **training.arguments})
-    model = training.build(seed=seed)
-    return kind(model=model, args=args, train_dataset=tokens(), eval_dataset=tokens(16), **more)
-
-
-def run_stock(training: Training, folder: str) -> tuple[dict[str, list[float]], dict[str, torch.Tensor], list[float]]:
-    """Train in one process."""
-    with training.within():
-        trainer = made(StockTrainer, training, folder, GLOBAL_BATCH, 0)
-        evaluated = [trainer.evaluate()["eval_loss"]] if training.evaluates else []
-        trainer.train()
-        evaluated += [trainer.evaluate()["eval_loss"]] if training.evaluates else []
-    weights = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
-    return history(trainer), weights, evaluated
-
-
-def run_planned(name: str, folder: str) -> tuple[dict, dict, list[float], list[float]]:
-    """Train on this rank, whose weights are another's until they are broadcast, and once more from step 2."""
-    training = TRAININGS[name]
-    with training.within():
-        osdp = planned_osdp(training.build, **training.osdp)
-        seed = launched_rank() if not training.osdp else 0
-        trainer = made(PlannedTrainer, training, folder, GLOBAL_BATCH // 2, seed, osdp=osdp)
-        evaluated = [trainer.evaluate()["eval_loss"]] if training.evaluates else []
-        trainer.train()
-        evaluated += [trainer.evaluate()["eval_loss"]] if training.evaluates else []
-        if training.check:
-            training.check(trainer)
-        found, weights = history(trainer), dict(trainer.accelerator.get_state_dict(trainer.model))
-        rest = []
-        if training.resumes:
-            again_osdp = replace(osdp, memory_limit="1GiB") if training.osdp else osdp
-            again = made(PlannedTrainer, training, folder, GLOBAL_BATCH // 2, 1, osdp=again_osdp)
-            again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
-            rest = history(again)["loss"]
-    return found, weights, evaluated, rest
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * one.slow) for name, one in TRAININGS.items()]
-)
-def test_planned_trainer_equals_the_stock_one(tmp_path, name):
-    training = TRAININGS[name]
-    pytest.importorskip(training.needs)
-    want, weights, losses = run_stock(training, str(tmp_path / "stock"))
-    found, got, evaluated, rest = run_ranks(
-        run_planned, 2, name, str(tmp_path / "planned"), timeout_s=280, shared=True
-    )[0]
-    assert_close(found, want, training.tolerance)
-    assert evaluated == pytest.approx(losses, abs=1e-6)
-    assert not rest or rest == pytest.approx(want["loss"][2:], abs=training.resumes)
-    assert len(rest) == (3 if training.resumes else 0)
-    if training.tolerance <= 1e-9 and "optim" not in training.arguments:
-        assert worst({name: got[name] for name in weights}, weights) <= training.tolerance
+def test_planned_trainer_equals_the_stock_one(tmp_path):
+    """In float64; what else it trains is in tests/compatibility."""
+    stock = trained_by_stock(tmp_path / "stock", tiny_model())
+    found, weights = run_ranks(run_planned, 2, str(tmp_path / "planned"), shared=True)[0]
+    assert_close(found, history(stock), 1e-12)
+    assert worst({name: weights[name] for name in stock.model.state_dict()}, stock.model.state_dict()) <= 1e-12
     assert json.loads((tmp_path / "planned" / "osdp_report.json").read_text())
 
 
-class Stacks(TrainerCallback):
-    def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
-        torch.stack([bias.detach() for bias in model.parameters() if bias.shape == (20,)])
-
-
-@pytest.mark.slow
-@pytest.mark.on_ranks(2, init=False)
-def test_callback_that_mixes_shards_is_refused(tmp_path):
-    args = arguments(str(tmp_path), per_device_train_batch_size=4)
-    options = {"args": args, "train_dataset": tokens(), "osdp": planned_osdp(tiny_model)}
-    trainer = PlannedTrainer(model=tiny_model(), callbacks=[Stacks()], **options)
-    said = "^Code between steps mixes whole tensors with shards of weights; do this within `with hf_osdp.full_paramet"
-    with pytest.raises(OSDPError, match=said):
-        trainer.train()
-
-
 def in_float32(
-    folder: Path, kind: type[transformers.Trainer] = PlannedTrainer, seed: int = 0, **options: object
-) -> transformers.Trainer:
+    folder: Path, kind: type[transformers.Trainer] = PlannedTrainer, seed: int = 0, callbacks: Any = (),
+    **options: object,
+) -> transformers.Trainer:  # fmt: skip
     """A Trainer under a mixed plan."""
     model = tiny_model(dtype=torch.float32, seed=seed)
     plan = mixed_plan(model, 2, sequence_length=LENGTH, micro_batch_size=4, accumulation_steps=1, reduce=True)
     args = arguments(str(folder), per_device_train_batch_size=4, **options)
-    return kind(model=model, args=args, train_dataset=tokens(), osdp=OSDPConfig(plan=plan))
+    given = {"train_dataset": tokens(), "callbacks": list(callbacks)}
+    return kind(model=model, args=args, osdp=OSDPConfig(plan=plan), **given)
 
 
 @pytest.mark.parametrize(
@@ -311,114 +182,53 @@ def test_fp16_overflow_on_one_rank_skips_the_step_on_both(tmp_path):
     assert trainer.skipped[3] and found[0] == found[1]
 
 
-@pytest.mark.on_ranks(2, init=False)
-def test_wrong_world_optimizer_and_forgotten_cpu_are_refused(tmp_path):
-    plan = mixed_plan(tiny_model(), 4, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=1, reduce=True)
-    data = {"train_dataset": tokens()}
+class Stacks(TrainerCallback):
+    def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
+        torch.stack([bias.detach() for bias in model.parameters() if bias.shape == (20,)])
+
+
+@pytest.mark.on_ranks(2, shared=True)
+def test_second_trainer_of_a_model_mixed_shards_and_forgotten_cpu_are_refused(tmp_path):
+    given = {"args": arguments(str(tmp_path), max_steps=1), "train_dataset": tokens(), "osdp": {"hardware": "cpu"}}
+    first = Trainer(model=tiny_model(), **given)
+    first.train()
+    with pytest.raises(OSDPError, match=r"GPT2LMHeadModel is under a plan, .* load the model anew"):
+        Trainer(model=first.model, **given).train()
+    said = "^Code between steps mixes whole tensors with shards of weights; do this within `with hf_osdp.full_paramet"
+    with pytest.raises(OSDPError, match=said):
+        in_float32(tmp_path, callbacks=[Stacks()]).train()
     if not torch.cuda.is_available():  # processes would not see each other
         with pytest.raises(ValueError, match="use_cpu=True"):
-            Trainer(model=tiny_model(), args=arguments(str(tmp_path / "out"), use_cpu=False), osdp=True, **data)
-    whole = replace(plan_of(find_units(tiny_model()), 2, "zero3"), sequence_length=LENGTH, micro_batch_size=4)
-    for said, given, optim in (
-        ("^The plan is for 4 processes, but 2 are running", plan, "adamw_torch"),
-        ("^adafactor needs whole parameters, and the plan has", whole, "adafactor"),
-    ):
-        args = arguments(str(tmp_path / "out"), per_device_train_batch_size=4, optim=optim)
-        with pytest.raises(PlanError, match=said):
-            Trainer(model=tiny_model(), args=args, osdp=OSDPConfig(plan=given), **data).train()
-
-
-@pytest.mark.on_ranks(2, shared=True)
-def test_second_trainer_of_a_model_under_a_plan_is_refused(tmp_path):
-    data = {"train_dataset": tokens()}
-    first = Trainer(model=tiny_model(), args=arguments(str(tmp_path), max_steps=1), osdp={"hardware": "cpu"}, **data)
-    first.train()
-    second = Trainer(model=first.model, args=arguments(str(tmp_path), max_steps=1), osdp={"hardware": "cpu"}, **data)
-    with pytest.raises(OSDPError, match=r"GPT2LMHeadModel is under a plan, .* load the model anew"):
-        second.train()
-
-
-class CallsModelToSave(PlannedTrainer):
-    """Like sentence-transformers' trainer, whose model card has the output of an example, on the rank that writes."""
-
-    def _save(self, output_dir=None, state_dict=None):
-        with torch.no_grad():
-            self.output = self.model(torch.arange(LENGTH)[None]).logits
-        super()._save(output_dir, state_dict=state_dict)
-
-
-@pytest.mark.on_ranks(2, shared=True)
-def test_rank_that_saves_may_call_the_model_alone(tmp_path):
-    first = in_float32(tmp_path / "first", kind=CallsModelToSave, save_strategy="steps", save_steps=2, max_steps=3)
-    plain = in_float32(tmp_path / "plain", max_steps=3)
-    for trainer in (first, plain):
-        trainer.train()
-    assert history(first) == history(plain)
-    first.save_model()
-    assert hasattr(first, "output") == (dist.get_rank() == 0)
-    if dist.get_rank() == 0:
-        saved = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
-        assert torch.equal(saved(torch.arange(LENGTH)[None]).logits, first.output)
+            Trainer(model=tiny_model(), **{**given, "args": arguments(str(tmp_path / "out"), use_cpu=False)})
 
 
 # ---- after training
 
 
-PROMPT = torch.arange(5)[None]
-
-
-def assert_saved(folder: str, weights: dict[str, torch.Tensor]) -> GPT2LMHeadModel:
-    model = GPT2LMHeadModel.from_pretrained(folder)
-    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-    return model
-
-
 @pytest.mark.on_ranks(2, shared=True)
-def test_sharded_model_saves_and_generates_on_all_ranks_only(tmp_path):
-    model = tiny_model()
-    plan = mixed_plan(model, 2, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=1, reduce=True)
-    args = arguments(str(tmp_path), max_steps=2, per_device_train_batch_size=2)
-    trainer = Trainer(model=model, args=args, train_dataset=tokens(), osdp=OSDPConfig(plan=plan))
+def test_sharded_model_generates_on_all_ranks_only(tmp_path):
+    """Rows of tests/compatibility save it, and generate equal lengths."""
+    trainer, rank = in_float32(tmp_path, max_steps=2), dist.get_rank()
     trainer.train()
-    model, rank = trainer.model, dist.get_rank()
+    model = trainer.model
     hooks = sum(len(module._forward_hooks) for module in model.modules())
     trainer.train()
-    assert (
-        hooks == sum(len(module._forward_hooks) for module in model.modules())
-        and type(model).__qualname__ == "GPT2LMHeadModel"
-    )
-
-    weights = trainer.accelerator.get_state_dict(model)
+    assert hooks == sum(len(module._forward_hooks) for module in model.modules())
+    assert type(model).__qualname__ == "GPT2LMHeadModel"
     model.save_pretrained(tmp_path / "gathered")
-    model.save_pretrained(
-        tmp_path / "given", state_dict=trainer.accelerator.get_state_dict(model), is_main_process=rank == 0
-    )
-    dist.barrier()
-    for name in ("gathered", "given") if rank == 0 else ():
-        assert assert_saved(tmp_path / name, weights).config.architectures == ["GPT2LMHeadModel"]
     plain = GPT2LMHeadModel.from_pretrained(tmp_path / "gathered")
-    generated = plain.generate(PROMPT, max_new_tokens=6, do_sample=False)
-    assert torch.equal(model.generate(PROMPT, max_new_tokens=6, do_sample=False), generated)
     uneven = torch.arange(5 + rank)[None]  # the shorter prompt takes a step more
-    assert torch.equal(
-        model.generate(uneven, max_length=12, do_sample=False), plain.generate(uneven, max_length=12, do_sample=False)
-    )
-
-    for saved in (model, {"model": model.state_dict()}):
-        with pytest.raises(OSDPError, match=r"one rank's shards?.*save_pretrained\(folder\) on every rank"):
-            torch.save(saved, tmp_path / f"saved{rank}.pt")
+    wanted = plain.generate(uneven, max_length=12, do_sample=False)
+    assert torch.equal(model.generate(uneven, max_length=12, do_sample=False), wanted)
     copied = copy.deepcopy(model.state_dict())
     assert all(torch.equal(local(copied[name]), local(value)) for name, value in model.state_dict().items())
-    process_group.ALL_CALL_S = 1.0
-    if rank == 0:
-        said = r"GPT2LMHeadModel.generate gathers a sharded model.*ranks \[0\] called it and, within 1 s, ranks \[1\] did not"  # noqa: E501
-        with pytest.raises(OSDPError, match=said):
-            model.generate(PROMPT, max_new_tokens=2)
-        with pytest.raises(OSDPError, match=r"GPT2LMHeadModel.save_pretrained gathers"):
-            model.save_pretrained(tmp_path / "alone")
-    dist.barrier()
-    process_group.ALL_CALL_S = 300.0
-    assert torch.equal(model.generate(PROMPT, max_new_tokens=6, do_sample=False), generated)
+    with mock.patch.object(process_group, "ALL_CALL_S", 1.0):
+        if rank == 0:
+            said = r"generate gathers a sharded model.*ranks \[0\] called it and, within 1 s, ranks \[1\] did not"
+            with pytest.raises(OSDPError, match=said):
+                model.generate(uneven, max_new_tokens=2)
+        dist.barrier()
+    assert torch.equal(model.generate(uneven, max_length=12, do_sample=False), wanted)
 
 
 # ---- arguments that mean something else to FSDP2 or the planner
@@ -443,15 +253,10 @@ def said_by(name: str) -> list[str]:
 
 
 @pytest.mark.on_ranks(2, shared=True)
-def test_batch_is_what_the_arguments_mean_for_all_ranks(tmp_path):
+def test_search_for_a_batch_size_is_switched_off_and_batches_that_do_not_divide_are_refused(tmp_path):
     said = said_by("hf_osdp")
-    for batch, osdp, changes in (
-        (GLOBAL_BATCH // 4, {}, STEPS_OF_2),
-        (GLOBAL_BATCH, {"micro_batch_size": 2}, SPLIT),
-        (GLOBAL_BATCH // 2, {}, {"auto_find_batch_size": True}),
-    ):
-        plan = by_arguments(tmp_path, osdp, per_device_train_batch_size=batch, **changes).plan
-        assert plan.global_batch_size == GLOBAL_BATCH, changes
+    args = {"per_device_train_batch_size": GLOBAL_BATCH // 2, "auto_find_batch_size": True}
+    assert by_arguments(tmp_path, {}, **args).plan.global_batch_size == GLOBAL_BATCH
     switched_off = [line for line in said if line.startswith("auto_find_batch_size=True was switched off")]
     assert bool(switched_off) == (dist.get_rank() == 0)
     with pytest.raises(ValueError, match=r"^split_batches=True cannot split batches of 3 over 2 processes"):

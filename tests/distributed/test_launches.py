@@ -16,36 +16,28 @@ from tests.helpers.distributed import ROOT, environment, free_port, run_program
 from tests.helpers.output import ends_of
 
 LOOP = """
-import json, os, sys, torch
-from torch.utils.data import DataLoader
+import json, os, torch
 from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 from hf_osdp import OptimalShardedDataParallel, OSDPAccelerator
 
 set_seed(0)
 model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=61, n_positions=16, bos_token_id=0, eos_token_id=0))
-tokens = torch.randint(0, 61, (1, 16)).expand(64, -1)
-losses = []
+tokens = torch.randint(0, 61, (1, 16)).expand(2, -1)
+sizes, losses = {"sequence_length": 16, "global_batch_size": 8, "micro_batch_size": 2}, []
 if "ACCELERATE_USE_FSDP" in os.environ:
-    accelerator = OSDPAccelerator(osdp={"sequence_length": 16, "hardware": "cpu"})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(tokens, batch_size=2))
-    plan = accelerator.planned_run.plan
-    for batch in loader:
-        loss = model(input_ids=batch, labels=batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    accelerator = OSDPAccelerator(osdp={**sizes, "hardware": "cpu"})
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    plan, backward = accelerator.planned_run.plan, accelerator.backward
 else:
-    model = OptimalShardedDataParallel(model, {"sequence_length": 16, "global_batch_size": 8, "micro_batch_size": 2})
-    plan = model.plan
+    model = OptimalShardedDataParallel(model, sizes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(8):
-        loss = model(input_ids=tokens[:2], labels=tokens[:2]).loss
-        model.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    plan, backward = model.plan, model.backward
+for _ in range(8):
+    loss = model(input_ids=tokens, labels=tokens).loss
+    backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
 told = {"world": torch.distributed.get_world_size(), "hardware": plan.hardware, "first": losses[0], "last": losses[-1]}
 open(f"rank{os.environ['RANK']}.json", "w").write(json.dumps(told))
 torch.distributed.destroy_process_group()

@@ -56,7 +56,7 @@ from hf_osdp.sharding.optimizer_steps import (
 )
 from hf_osdp.sharding.optimizers import kind_of
 from hf_osdp.sharding.optimizers.trial import after_step, difference_on_shards
-from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict
+from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.tracing.describe import describe
 from tests.helpers.checkpointed import whole, worst
 from tests.helpers.distributed import run_ranks
@@ -305,29 +305,6 @@ def test_plain_loop_of_one_process_refuses_options_of_parameters_and_slices_bloc
     model[0].grad = torch.ones(2, 2)
     with pytest.raises(OSDPError, match=OWN_OPTIONS):
         optimizer.step()
-
-
-def one_row(world: int) -> tuple[torch.Tensor, dict, object]:
-    torch.manual_seed(0)
-    layer = nn.Linear(8192, 1)
-    if world > 1:
-        fully_shard(layer)
-    optimizer = quantized("bitsandbytes", "AdamW8bit").optimizer(layer)
-    step_by_device(optimizer)
-    for _ in range(3):
-        layer(torch.linspace(-1, 1, 8192)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return full_state_dict(layer), full_optimizer_state_dict(layer, optimizer), optimizer.state[layer.weight]["step"]
-
-
-def test_ranks_without_a_row_pass_by_and_count_steps():
-    pytest.importorskip("bitsandbytes")
-    (weights, states, _), (_, _, steps) = run_ranks(one_row, 2, 2, shared=True)
-    ((whole, of_whole, _),) = run_ranks(one_row, 1, 1, shared=True)
-    assert steps == 3 and worst(weights, whole) == 0.0
-    one, other = states["state"]["weight"], of_whole["state"]["weight"]
-    assert all(torch.equal(one[key], other[key]) for key in ("state1", "state2"))
 
 
 @pytest.mark.on_ranks(2, shared=True)

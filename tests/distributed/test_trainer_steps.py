@@ -1,7 +1,10 @@
-"""A plan's micro-batches train on the samples of the stock Trainer's steps, also by length and at an epoch's end."""
+"""A plan's micro-batches train on the samples of the stock Trainer's steps, also by length and at an epoch's end; so
+do loops of one's own.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -10,9 +13,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
+from hf_osdp import OptimalShardedDataParallel, OSDPAccelerator, OSDPConfig
+from hf_osdp.errors import OSDPError
 from hf_osdp.integrations.trainer import Trainer
+from tests.helpers.architectures import tiny_config
 from tests.helpers.distributed import run_ranks
 from tests.helpers.sampling import slow_but
 
@@ -64,24 +71,20 @@ def exact_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = Non
     return loss / (labels.ne(-100).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
-def next_token() -> dict[str, Any]:
-    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+def made(name: str, like: str, **changes: Any) -> Any:
+    """Return a model in float64, of the tiny sizes of another class."""
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_layer=2, n_embd=20, n_head=4, vocab_size=61, n_positions=LONGEST, initializer_range=0.2, **none
-    )
-    model = transformers.GPT2LMHeadModel(config).double()
+    return getattr(transformers, name)(tiny_config(like, initializer_range=0.2, **changes)).double()
+
+
+def next_token() -> dict[str, Any]:
+    model = made("GPT2LMHeadModel", "GPT2LMHeadModel")
     return {"model": model, "train_dataset": samples(37), "compute_loss_func": exact_loss}
 
 
 def at_last_token() -> dict[str, Any]:
     """A classifier that reads the last token that is not padding, found by its id."""
-    torch.manual_seed(0)
-    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.2}
-    config = transformers.GPT2Config(
-        n_layer=2, n_embd=20, n_head=4, vocab_size=62, n_positions=LONGEST, num_labels=3, pad_token_id=61, **none
-    )
-    model = transformers.GPT2ForSequenceClassification(config).double()
+    model = made("GPT2ForSequenceClassification", "GPT2LMHeadModel", num_labels=3, pad_token_id=61)
     return {"model": model, "train_dataset": samples(37, classes=3)}
 
 
@@ -100,13 +103,7 @@ def of_a_stream() -> dict[str, Any]:
 
 
 def bert(kind: str, labels: int) -> Any:
-    sizes = {"hidden_size": 20, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
-    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "initializer_range": 0.2}
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        **sizes, **none, vocab_size=61, num_labels=labels, max_position_embeddings=LONGEST
-    )
-    return getattr(transformers, f"BertFor{kind}")(config).double()
+    return made(f"BertFor{kind}", "BertForMaskedLM", num_labels=labels)
 
 
 def classes() -> dict[str, Any]:
@@ -163,12 +160,7 @@ def shifted(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 def pairs() -> dict[str, Any]:
     """An encoder with a decoder."""
-    torch.manual_seed(0)
-    config = transformers.T5Config(
-        vocab_size=61, d_model=20, d_kv=10, d_ff=40, num_layers=1, num_heads=2, dropout_rate=0.0, pad_token_id=0,
-        decoder_start_token_id=0,
-    )  # fmt: skip
-    model = transformers.T5ForConditionalGeneration(config).double()
+    model = made("T5ForConditionalGeneration", "T5ForConditionalGeneration", num_layers=1, pad_token_id=0)
     given = {"train_dataset": samples(37), "compute_loss_func": token_loss, "data_collator": shifted}
     return {"model": model, **given}
 
@@ -275,3 +267,60 @@ def test_trainer_logs_what_the_stock_one_does(tmp_path: Path, name: str) -> None
         assert {name: ours[name] for name in exact} == pytest.approx(exact, rel=1e-11)
     assert not case.sizes or tuple(sizes) == case.sizes
     assert case.sizes or len(set(sizes)) > 1 or case.ranks == 3
+
+
+# ---- loops of one's own, plain and on Accelerate
+
+RANKS, OF_RANK, STEPS = 2, 12, 3
+
+
+def batch(step: int, rank: int) -> dict[str, torch.Tensor]:
+    first = OF_RANK * (RANKS * step + rank)
+    return collate(False, True, 0, samples(RANKS * OF_RANK * STEPS, classes=3)[first : first + OF_RANK])
+
+
+def train(parts: Callable[[Any], Iterator[Any]], rank: int, optimizer: Any, backward: Any, model: Any) -> list[int]:
+    sizes = []
+    for step in range(STEPS):
+        for part, share in parts(batch(step, rank)):
+            backward(model(**part).loss * share)
+            sizes.append(len(part["labels"]))
+        optimizer.step()
+        optimizer.zero_grad()
+    return sizes
+
+
+def of_ranks(kind: str) -> tuple[dict[str, torch.Tensor], list[int]]:
+    config = OSDPConfig(
+        batch_by_tokens=True, sequence_length=LONGEST, global_batch_size=RANKS * OF_RANK, micro_batch_size=3,
+        hardware="cpu", strategy="fsdp", compare=False, report=False,
+    )  # fmt: skip
+    model = classes()["model"]
+    if kind == "plain":
+        model = OptimalShardedDataParallel(model, config, optimizer="sgd")
+        rank, optimizer = torch.distributed.get_rank(), torch.optim.SGD(model.parameters(), lr=0.1)
+        sizes = train(model.micro_batches, rank, optimizer, torch.Tensor.backward, model)
+        return model.full_state_dict(), sizes
+    accelerator = OSDPAccelerator(osdp=config, cpu=True)
+    loader: Any = DataLoader(range(96), batch_size=accelerator.plan(model).samples_per_rank)
+    model, optimizer, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    with pytest.raises(OSDPError, match=r"a batch is a whole step, which accelerator\.micro_batches"):
+        accelerator.backward(torch.zeros((), requires_grad=True))
+    parts = partial(accelerator.micro_batches, model)
+    sizes = train(parts, accelerator.process_index, optimizer, accelerator.backward, model)
+    return accelerator.get_state_dict(model), sizes
+
+
+@pytest.mark.parametrize("kind", ["plain", "Accelerate"])
+def test_step_of_a_loop_that_is_cut_by_length_is_that_of_one_process(kind: str) -> None:
+    found = run_ranks(of_ranks, RANKS, kind, shared=True)
+    want = classes()["model"]
+    optimizer = torch.optim.SGD(want.parameters(), lr=0.1)
+    for step in range(STEPS):
+        every = [batch(step, rank) for rank in range(RANKS)]
+        want(**{name: torch.cat([one[name] for one in every]) for name in every[0]}).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights, sizes = found[0]
+    torch.testing.assert_close(weights, want.state_dict(), rtol=1e-10, atol=1e-12)
+    assert len(set(sizes)) > 1 and [sum(own) for _, own in found] == [STEPS * OF_RANK] * RANKS

@@ -25,7 +25,7 @@ from tests.helpers.sampling import slow_but
 from tests.helpers.training import Case, loop_of
 
 from .cases.steps import by_wire
-from .test_integration_trainer import PlannedTrainer, Training, arguments, assert_close, history, run_stock, tokens
+from .test_integration_trainer import PlannedTrainer, arguments, assert_close, history, tokens, trained_by_stock
 
 BF16, INT8, INT4 = WireFormat
 WIDTH = 64
@@ -171,7 +171,7 @@ def gpt2(**options: int) -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory) -> dict[str, list[float]]:
-    return run_stock(Training(build=gpt2), str(tmp_path_factory.mktemp("one")))[0]
+    return history(trained_by_stock(tmp_path_factory.mktemp("one"), gpt2()))
 
 
 @pytest.mark.on_ranks(2, nodes=2, init=False)

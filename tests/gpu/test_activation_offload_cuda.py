@@ -10,7 +10,6 @@ from torch import nn
 from benchmarks.cuda_memory import allocated_bytes
 from hf_osdp.modeling import activations as offloading
 from hf_osdp.modeling.activations import offload, tensors_of
-from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.offloading import WAYS, Way
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -41,7 +40,7 @@ def twelve_blocks() -> nn.Module:
 
 def changed(model: nn.Module, way: Way) -> nn.Module:
     """The same model after a change of its blocks."""
-    for block in model.transformer.h if hasattr(model, "transformer") else model.model.layers:
+    for block in model.transformer.h:
         way(block)
     return model
 
@@ -57,7 +56,7 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 def gradients(model: nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
     """Of all parameters but those that lookups share, whose gradients are added up in any order."""
     loss_of(model, ids).backward()
-    lookups = ("wte", "wpe", "embed")
+    lookups = ("wte", "wpe")
     found = [p.grad for name, p in model.named_parameters() if not any(part in name for part in lookups)]
     model.zero_grad()
     return found
@@ -65,13 +64,6 @@ def gradients(model: nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
 
 def all_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_gradients_are_the_plain_models(name, way):
-    plain, model = (tiny_model(name).to(CUDA) for _ in range(2))
-    ids = tiny_batch(0)["input_ids"].to(CUDA)
-    assert all_equal(gradients(changed(model, way), ids), gradients(plain, ids))
 
 
 def step_bytes(model: nn.Module, ids: torch.Tensor) -> tuple[int, int]:

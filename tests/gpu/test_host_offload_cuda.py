@@ -6,6 +6,7 @@ import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,31 +15,20 @@ import torch
 from hf_osdp.measurement.rates import measure_host
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import build_on_meta
-from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.training_job import OptimizerSpec, Precision, TrainingJob
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.environment import form_process_group, move_to_device, mp_policy
-from hf_osdp.sharding.gradients import clip_grad_norm_, local
+from hf_osdp.sharding.gradients import local
 from hf_osdp.sharding.host import host_parameters
-from hf_osdp.sharding.optimizer_steps import bind_optimizer, step_by_device
-from hf_osdp.sharding.state import (
-    full_optimizer_state_dict,
-    full_state_dict,
-    load_full_optimizer_state_dict,
-    load_full_state_dict,
-)
 from hf_osdp.tracing.describe import describe
-from tests.helpers.layouts import plan_of
-from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
-from tests.helpers.read_back import verify_applied
 from tests.helpers.steps import batch_on, make_optimizer, train_step
+from tests.helpers.training import Case, Loop, adamw, alone, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-STEPS, MAX_NORM = 3, 0.5
 CUDA = torch.device("cuda", 0)
 PICKS = {"all": 1, "some": 2}
 """Each so many-th unit is on the host."""
@@ -50,62 +40,42 @@ def apart(fn: Callable[..., Any], *args: Any) -> Any:
         return pool.submit(fn, *args).result()
 
 
-def offloaded(every: int, *, seed: int = 0) -> torch.nn.Module:
-    model = tiny_model("gpt2", seed=seed)
-    units = find_units(model)
-    plan = plan_of(units, 1, "zero3")
-    plan = replace(plan, units=tuple(replace(unit, on_host=i % every == 0) for i, unit in enumerate(plan.units)))
-    apply_plan(model, plan, units)
-    verify_applied(model, plan, units)
-    return move_to_device(model, CUDA)
+def states_are_there(loop: Loop, units: object) -> None:
+    states = (loop.optimizer.state[p] for p in host_parameters(loop.model))
+    assert all(state[key].device.type == "cpu" for state in states for key in ("exp_avg", "exp_avg_sq"))
 
 
-def stepped(model, optimizer, step, clip) -> float:
-    tiny_loss(model, {name: value.to(CUDA) for name, value in tiny_batch(step).items()}).backward()
-    norm = clip(model.parameters(), MAX_NORM).item()
-    optimizer.step()
-    optimizer.zero_grad()
-    return norm
+def on_host(every: int, **options: Any) -> Case:
+    """Training in one process without a group, each so many-th unit on the host."""
+    return Case(
+        world=0, layout="zero3", change=lambda number, *_: {"on_host": number % every == 0},
+        optimizer=partial(adamw, **options), check=states_are_there,
+    )  # fmt: skip
 
 
-def worst_difference(every: int, options: dict[str, Any]) -> tuple[float, float, bool]:
-    """Of norms and of weights, and whether states are on the host where they should be."""
-    plain, model = tiny_model("gpt2").to(CUDA), offloaded(every)
-    one, two = (torch.optim.AdamW(m.parameters(), lr=1e-3, **o) for m, o in ((plain, {}), (model, options)))
-    step_by_device(two, host_parameters(model))
-    stock = torch.nn.utils.clip_grad_norm_
-    pairs = [(stepped(plain, one, i, stock), stepped(model, two, i, clip_grad_norm_)) for i in range(STEPS)]
-    norms = [abs(theirs - ours) for theirs, ours in pairs]
-    state, wanted = full_state_dict(model), plain.state_dict()
-    states = [two.state[p][key] for p in host_parameters(model) for key in ("exp_avg", "exp_avg_sq")]
-    there = all(value.device.type == "cpu" for value in states)
-    return max(norms), max((state[name] - wanted[name].cpu()).abs().max().item() for name in wanted), there
+def worst_difference(every: int, options: dict[str, Any]) -> float:
+    case = on_host(every, **options)
+    return max(train(case, device="cuda:0").worst_error(alone(case.alone, "cuda:0")).values())
 
 
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("options", [{"fused": None}, {"fused": None, "foreach": True}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("every", PICKS.values(), ids=PICKS)
 def test_trains_as_plain_torch(every, options):
-    norms, weights, there = apart(worst_difference, every, options)
-    assert norms < 1e-12 and weights < 1e-11 and there
+    assert apart(worst_difference, every, options) < 1e-11
 
 
-def resumed() -> float:
-    """Whole states of some units on the host, loaded where all are."""
-    first, second = offloaded(2), offloaded(1, seed=1)
-    one, two = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (first, second))
-    for model, optimizer in ((first, one), (second, two)):
-        step_by_device(optimizer, host_parameters(model))
-    stepped(first, one, 0, clip_grad_norm_)
-    load_full_state_dict(second, full_state_dict(first))
-    load_full_optimizer_state_dict(second, two, full_optimizer_state_dict(first, one))
-    for model, optimizer in ((first, one), (second, two)):
-        stepped(model, optimizer, 1, clip_grad_norm_)
-    ours, theirs = full_state_dict(first), full_state_dict(second)
-    return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
+def resumed(folder: str) -> tuple[float, float]:
+    """Return the last losses of a training of which some units were on the host, then all, and of a plain one."""
+    for number, every in enumerate((2, 1)):
+        found = train(
+            replace(on_host(every), steps=2), device="cuda:0", folder=folder, start=2 * number, sharded=False
+        )
+    return found.losses[-1], alone(replace(on_host(1), steps=4).alone, "cuda:0").losses[-1]
 
 
-def test_whole_states_go_over_to_another_plan():
-    assert apart(resumed) < 1e-12
+def test_whole_states_go_over_to_another_plan(tmp_path):
+    ours, theirs = apart(resumed, str(tmp_path))
+    assert ours == pytest.approx(theirs, rel=0, abs=1e-12)
 
 
 def estimated_and_measured(every: int, precision: str, way: str) -> tuple[int, int]:
@@ -159,38 +129,34 @@ def test_the_host_is_measured():
     assert all(1e8 < rate < 1e13 for rate in rates)
 
 
-def trained(away: bool, precision: str, fused: bool) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """Weights after some steps, and where the states are that the plan keeps on the host."""
-    model = tiny_model("gpt2")
-    units, policy = find_units(model), mp_policy(Precision.named(precision))
-    plan = plan_of(units, 1, "replicate")
-    if away:
-        units_away = tuple(replace(unit, states_on_host=i != 1) for i, unit in enumerate(plan.units))
-        plan = replace(plan, accumulation_steps=1, units=units_away)
-    apply_plan(model, plan, units, mp_policy=policy)
-    move_to_device(model, CUDA)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
-    step_by_device(optimizer)
-    bind_optimizer(model, plan, units, [optimizer])
-    for step in range(2 * STEPS):
+def states_away(every: int) -> Case:
+    """Replicas, whose states but those of unit 1 are on the host, or, `every` 0, none."""
+
+    def step(loop: Loop, number: int) -> None:
         torch.cuda._sleep(20_000_000)  # copies and kernels that do not wait for each other would show
-        tiny_loss(model, {name: value.to(CUDA) for name, value in tiny_batch(step).items()}).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    named = dict(model.named_parameters())
-    on_host = [named[p.name] for unit in units if plan.decision(unit.fqn).states_on_host for p in unit.trainable]
-    return full_state_dict(model), {local(optimizer.state[p]["exp_avg"]).device.type for p in on_host}
+        loop.step(number)
+
+    def places(loop: Loop, units: Any) -> None:
+        named = dict(loop.model.named_parameters())
+        away = [named[p.name] for u in units if loop.plan.decision(u.fqn).states_on_host for p in u.trainable]
+        assert bool(away) == bool(every)
+        assert {local(loop.optimizer.state[p]["exp_avg"]).device.type for p in away} <= {"cpu"}
+
+    change = lambda number, *_: {"states_on_host": bool(every) and number != 1}  # noqa: E731
+    return Case(world=0, layout="replicate", change=change, step=step, check=places, steps=6, max_norm=None)
 
 
-def difference(precision: str, fused: bool) -> tuple[float, set[str]]:
+def difference(precision: str, fused: bool) -> float:
     form_process_group(needed=precision != "no")
-    plain, _ = trained(False, precision, fused)
-    other, places = trained(True, precision, fused)
-    return max((plain[name] - other[name]).abs().max().item() for name in plain), places
+    optimizer = partial(adamw, lr=1e-2, fused=fused)
+    plain, away = (
+        train(replace(states_away(every), precision=precision, optimizer=optimizer), device="cuda:0")
+        for every in (0, 1)
+    )
+    return max(plain.worst_error(away).values())
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "foreach"])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_weights_with_states_on_the_host_are_those_on_the_device(precision, fused):
-    found, places = apart(difference, precision, fused)
-    assert found == 0.0 and places == {"cpu"}
+    assert apart(difference, precision, fused) == 0.0

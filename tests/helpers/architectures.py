@@ -1,13 +1,15 @@
-"""Tiny models of many architectures, and their batches."""
+"""Tiny models of many architectures, in sizes of tiny.yaml, and their batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+import yaml
 from torch import nn
 
 from hf_osdp.modeling.batch import training_batch
@@ -21,65 +23,10 @@ TOKENS = 12
 SAMPLES = 4
 """Samples of one optimizer step, over all ranks."""
 
-_TEXT = {
-    "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100,
-}  # fmt: skip
-_BERT = {**_TEXT, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_LLAMA = {**_TEXT, "num_key_value_heads": 1, "head_dim": 16}
-_BART = {
-    "encoder_layers": 2, "decoder_layers": 2, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
-    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 100, "pad_token_id": 1,
-    "bos_token_id": 0, "eos_token_id": 2, "dropout": 0.0,
-}  # fmt: skip
-_VISION = {**_BERT, "image_size": 32, "patch_size": 8, "num_labels": 5}
-del _VISION["vocab_size"]
-TINY: dict[str, dict[str, Any]] = {
-    "GPT2LMHeadModel": {
-        "n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 100, "n_positions": 64, "bos_token_id": 0,
-        "eos_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-    },
-    "BertForMaskedLM": _BERT,
-    "BertForSequenceClassification": {**_BERT, "num_labels": 3},
-    "RobertaForMaskedLM": {**_BERT, "max_position_embeddings": 66},
-    "DistilBertForMaskedLM": {
-        "n_layers": 2, "dim": 32, "n_heads": 2, "hidden_dim": 64, "vocab_size": 100, "dropout": 0.0,
-        "attention_dropout": 0.0,
-    },
-    "T5ForConditionalGeneration": {
-        "num_layers": 2, "d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16, "vocab_size": 100, "dropout_rate": 0.0,
-        "decoder_start_token_id": 0,
-    },
-    "BartForConditionalGeneration": {**_BART, "decoder_start_token_id": 2},
-    "OPTForCausalLM": {
-        "num_hidden_layers": 2, "hidden_size": 32, "ffn_dim": 64, "num_attention_heads": 2, "vocab_size": 100,
-        "word_embed_proj_dim": 32, "dropout": 0.0,
-    },
-    **{f"{family}ForCausalLM": _LLAMA for family in (
-        "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3",
-    )},
-    "Phi3ForCausalLM": {**{k: v for k, v in _LLAMA.items() if k != "head_dim"}, "pad_token_id": 0, "resid_pdrop": 0.0},
-    "GPTNeoXForCausalLM": _TEXT,
-    "BloomForCausalLM": {"n_layer": 2, "hidden_size": 32, "n_head": 2, "vocab_size": 100},
-    "FalconForCausalLM": {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 100},
-    "MixtralForCausalLM": {**_LLAMA, "num_local_experts": 4},
-    "Qwen3MoeForCausalLM": {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "ViTForImageClassification": _VISION,
-    "SwinForImageClassification": {
-        "image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4,
-        "num_labels": 5, "drop_path_rate": 0.0,
-    },
-    "WhisperForConditionalGeneration": {
-        **_BART, "max_source_positions": 30, "max_target_positions": 40, "num_mel_bins": 8,
-        "decoder_start_token_id": 2,
-    },
-    "AlbertForMaskedLM": {**_BERT, "embedding_size": 16, "classifier_dropout_prob": 0.0},
-    "ElectraForMaskedLM": {**_BERT, "embedding_size": 32},
-    "DebertaV2ForMaskedLM": {**_BERT, "max_position_embeddings": 64},
-    "ResNetForImageClassification": {
-        "embedding_size": 16, "hidden_sizes": [16, 32], "depths": [2, 2], "layer_type": "basic", "num_labels": 5,
-    },
-}  # fmt: skip
-"""Class of the model → sizes that make it tiny, without dropout."""
+_SIZES = yaml.safe_load(Path(__file__).with_name("tiny.yaml").read_text(encoding="utf-8"))
+TINY: dict[str, dict[str, Any]] = _SIZES["architectures"]
+VISION: dict[str, dict[str, Any]] = _SIZES["vision"]
+OTHERS: dict[str, dict[str, Any]] = _SIZES["others"]
 BLOCK_CLASSES = {"AlbertForMaskedLM": ("AlbertLayer",)}
 """Where blocks are not found by themselves."""
 
@@ -95,6 +42,18 @@ def tiny_architecture(name: str, **changes: Any) -> nn.Module:
     config = tiny_config(name, **changes)
     model = getattr(transformers, name)._from_config(config, experts_implementation="eager")  # others have no float64
     return model.to(torch.float64).train()
+
+
+def tiny_vision(name: str) -> nn.Module:
+    """A vision-language model, with the same weights at each call, in float64."""
+    torch.manual_seed(0)
+    cls = getattr(transformers, name)
+    config = cls.config_class(**VISION[name])
+    config._experts_implementation = "eager"  # the usual one has no float64
+    model: nn.Module = cls._from_config(config).double().train().requires_grad_()
+    for parameter in model.parameters():  # some gates and projections start as zeros
+        parameter.data += 0.02 * torch.randn(parameter.shape, dtype=torch.float64)
+    return model
 
 
 @contextmanager

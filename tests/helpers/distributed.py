@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
-import json
-import math
+import multiprocessing
 import os
 import pickle
 import signal
@@ -17,23 +16,31 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from torch.distributed import TCPStore
 
-from .rank import TASK, serve_calls, write
+from .rank import ROOT, main
 
-ROOT = Path(__file__).resolve().parents[2]
 _GRACE_S = 3.0
 """How long the other ranks may go on, to end by themselves, once one has failed."""
-_POLL_S = 0.02
 _OUTPUT_TAIL = 4000
 _EXIT_TIMEOUT = 1
 """What `faulthandler.dump_traceback_later(exit=True)` ends a process with."""
 _FIXED = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Packages read these when they are imported."""
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+_SLOW_PACKAGES = (
+    "torch.distributed.checkpoint", "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama", "transformers.trainer", "datasets", "pytest",
+    "hf_osdp.integrations.plain_loop",
+    "hf_osdp.integrations.trainer", "hf_osdp.cli.app", "ortools.sat.python.cp_model", "pydantic", "torch.profiler",
+)  # fmt: skip
+"""What ranks import, which takes one some seconds."""
 
 
 class RankFailure(AssertionError):
@@ -53,19 +60,30 @@ class RankFailure(AssertionError):
 class Rank:
     """A rank's process, as `subprocess.Popen` shows one of its own, and what it leaves."""
 
-    def __init__(self, folder: Path, number: int, pid: int, exit_code: Callable[[], int | None]):
-        self.pid = pid
-        self.returncode: int | None = None
-        self._exit_code = exit_code
-        self._result, self._error, self._output = (
-            folder / f"{name}{number}" for name in ("result", "error", "output")
-        )
+    def __init__(self, process: Any, connection: Connection, output: Path):
+        self.connection, self._process, self._output = connection, process, output
+        self.pid: int = process.pid
 
     def poll(self) -> int | None:
         """Its exit code; None while it runs."""
-        if self.returncode is None:
-            self.returncode = self._exit_code()
-        return self.returncode
+        return self._process.exitcode
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    @property
+    def output(self) -> str:
+        """Its stdout and stderr."""
+        return self._output.read_text(errors="replace")
+
+    def hear(self) -> dict[str, Any]:
+        """What it says next: its result, or its error with type and time, also if it ended without a word."""
+        try:
+            return pickle.loads(self.connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self._process.join(_GRACE_S)
+            return {"type": "timeout" if self.poll() == _EXIT_TIMEOUT else "died", "time": time.time()}
 
     def end(self) -> None:
         """Kill its session and reap it."""
@@ -73,28 +91,9 @@ class Rank:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
-        while self.poll() is None:
-            time.sleep(_POLL_S)
-
-    @property
-    def result(self) -> Any:
-        """What the function returned."""
-        return pickle.loads(self._result.read_bytes())
-
-    @property
-    def error(self) -> dict[str, Any] | None:
-        """What it raised: time, type and traceback."""
-        return pickle.loads(self._error.read_bytes()) if self._error.exists() else None
-
-    @property
-    def output(self) -> str:
-        """Its stdout and stderr."""
-        return self._output.read_text(errors="replace")
-
-    @property
-    def written_s(self) -> float:
-        """When it last wrote."""
-        return self._output.stat().st_mtime
+        self._process.kill()  # where it has no session yet
+        self._process.join()
+        self.connection.close()
 
 
 def run_ranks(
@@ -127,52 +126,65 @@ def run_ranks(
         assert options.keys() <= {"nodes"}, "shared ranks have no other options"
         return _call_shared(fn, args, timeout_s, (world_size, options.get("nodes", 1)))
     with ranks_of(fn, world_size, *args, timeout_s=timeout_s, **options) as ranks:
-        _wait(ranks, timeout_s)
-        if any(rank.returncode != 0 for rank in ranks):
-            raise _failure(ranks, timeout_s)
-        return [rank.result for rank in ranks]
+        return [pickle.loads(said["result"]) for said in _heard(ranks, timeout_s)]
 
 
-def _wait(ranks: list[Rank], timeout_s: float, done: Callable[[], bool] = lambda: False) -> None:
-    """Until all ranks have ended, or are done, or one has failed and the others had time to end by themselves."""
-    deadline, failed_s = time.monotonic() + timeout_s + _GRACE_S, math.inf
-    while any([rank.poll() is None for rank in ranks]) and time.monotonic() < min(deadline, failed_s + _GRACE_S):
-        if any(rank.returncode for rank in ranks):
-            failed_s = min(failed_s, time.monotonic())
-        elif done():
-            return
-        time.sleep(_POLL_S)
+def _heard(ranks: list[Rank], timeout_s: float) -> list[dict[str, Any]]:
+    """What each rank says to a call; once one has failed, the others have little time to end by themselves."""
+    deadline, said = time.monotonic() + timeout_s + _GRACE_S, dict[int, dict[str, Any]]()
+    numbers = {rank.connection: number for number, rank in enumerate(ranks)}
+    while len(said) < len(ranks) and (left_s := deadline - time.monotonic()) > 0:
+        for connection in wait([one for one, number in numbers.items() if number not in said], left_s):
+            number = numbers[connection]
+            said[number] = ranks[number].hear()
+            if "type" in said[number]:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+    errors = {number: one for number, one in said.items() if "type" in one}
+    if len(said) < len(ranks) and not errors:
+        errors = {number: {"type": "timeout", "time": 0.0} for number in range(len(ranks)) if number not in said}
+    if errors:
+        raise _failure(ranks, errors, timeout_s)
+    return [said[number] for number in range(len(ranks))]
+
+
+def _failure(ranks: list[Rank], errors: Mapping[int, dict[str, Any]], timeout_s: float) -> RankFailure:
+    """The error of the rank that failed first, with every other rank's state in a line."""
+
+    def order(number: int) -> tuple[bool, float]:
+        """A rank that died raises nothing itself; the others then do because they lost it."""
+        return (ranks[number].poll() or 0) >= 0, errors[number]["time"]
+
+    first, *later = sorted(errors, key=order)
+    error, code = errors[first], ranks[first].poll()
+    if "traceback" in error:
+        then = ", ".join(f"rank {number}: {errors[number]['type']}" for number in later)
+        message = f"rank {first} of {len(ranks)} raised\n{error['traceback']}" + (f"\nthen {then}" if then else "")
+    else:
+        ended = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
+        what = f"did not end within {timeout_s} s" if error["type"] == "timeout" else ended
+        silent = [number for number in sorted(errors) if "traceback" not in errors[number]]
+        outputs = (f"\n--- rank {number}\n{ranks[number].output[-_OUTPUT_TAIL:]}" for number in silent)
+        message = f"rank {first} {what} (exit codes {[rank.poll() for rank in ranks]}){''.join(outputs)}"
+    return RankFailure(message, rank=first, error_type=error["type"])
 
 
 class _SharedRanks:
     """Ranks that serve calls, one after the other, until one fails or replaces something."""
 
     def __init__(self, world_size: int, nodes: int):
-        self.closing = ExitStack()
-        self._folder = Path(self.closing.enter_context(tempfile.TemporaryDirectory(prefix="hf_osdp_calls_")))
-        for rank in range(world_size):
-            os.mkfifo(self._folder / f"bell{rank}")
-        self._bells = [os.open(self._folder / f"bell{rank}", os.O_RDWR) for rank in range(world_size)]
-        self.closing.callback(lambda: list(map(os.close, self._bells)))
-        ranks = ranks_of(serve_calls, world_size, str(self._folder), timeout_s=_LONGEST_S, nodes=nodes)
-        self._ranks, self._served = self.closing.enter_context(ranks), list[str]()
+        self.closing, self._served = ExitStack(), list[str]()
+        self._ranks = self.closing.enter_context(_started(world_size, _LONGEST_S, nodes=nodes, shared=True))
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> tuple[list[Any], bool]:
         """What each rank returned, and whether the ranks can serve another call."""
-        number = len(self._served)
-        written = [self._folder / f"done{number}.{rank}" for rank in range(len(self._ranks))]
-        call = (timeout_s, dict(os.environ), pickle.dumps(fn), pickle.dumps(args))
-        write(self._folder / f"call{number}", pickle.dumps(call))
-        for bell in self._bells:
-            os.write(bell, b".")
-        _wait(self._ranks, timeout_s, done=lambda: all(path.exists() for path in written))
-        if not all(path.exists() for path in written):
-            error = _failure(self._ranks, timeout_s)
+        try:
+            _send(self._ranks, fn, args, timeout_s)
+            said = _heard(self._ranks, timeout_s)
+        except RankFailure as error:
             error.args = (f"{error}\nThese ranks had served: {', '.join(self._served) or 'nothing'}.",)
-            raise error
+            raise
         self._served.append(fn.__qualname__)
-        results, changed = zip(*(pickle.loads(path.read_bytes()) for path in written), strict=True)
-        return [pickle.loads(result) for result in results], not any(changed)
+        return [pickle.loads(one["result"]) for one in said], not any(one["changed"] for one in said)
 
 
 _SHARED: dict[tuple[int, int], _SharedRanks] = {}
@@ -234,39 +246,66 @@ def ranks_of(
         one_gpu: the ranks see this machine's first GPU, all the same one, and their NCCL takes each for a machine of
             its own; they are new processes, as CUDA cannot be used in a fork. `fn` forms the process group.
     """
+    with _started(world_size, timeout_s, init=init, env=env, nodes=nodes, one_gpu=one_gpu) as ranks:
+        _send(ranks, fn, args, timeout_s)
+        yield ranks
+
+
+def _send(ranks: list[Rank], fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> None:
     _check_importable(fn)
+    call = pickle.dumps((timeout_s, dict(os.environ), pickle.dumps(fn), pickle.dumps(args)))
+    for rank in ranks:
+        rank.connection.send_bytes(call)
+
+
+@contextmanager
+def _started(
+    world_size: int, timeout_s: float, *, init: bool = True, env: Mapping[str, str] | None = None, nodes: int = 1,
+    one_gpu: bool = False, shared: bool = False,
+) -> Iterator[list[Rank]]:  # fmt: skip
+    """Processes that wait for calls."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    on_node = world_size // nodes
     common = {
         **os.environ, **_FIXED, "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "LOCAL_WORLD_SIZE": str(world_size // nodes), "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "MASTER_PORT": str(store.port), "LOCAL_WORLD_SIZE": str(on_node), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="hf_osdp_ranks_") as name:
-        folder = Path(name)
-        content = {
-            "path": sys.path,
-            "fn": pickle.dumps(fn),
-            "args": pickle.dumps(args),
-            "timeout_s": timeout_s,
-            "init": init,
-        }
-        (folder / TASK).write_bytes(pickle.dumps(content))
+    # The group waits longer than a call may take: the stacks of all ranks tell more than gloo's own time-out on one.
+    group_s = timeout_s + 60 if init else 0.0
+    with tempfile.TemporaryDirectory(prefix="hf_osdp_ranks_") as folder:
         ranks: list[Rank] = []
         try:
             for rank in range(world_size):
-                place = {
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank % (world_size // nodes)),
-                    "GROUP_RANK": str(rank // (world_size // nodes)),
-                }
-                own = {**common, **place, **(_on_one_gpu(rank) if one_gpu else {}), **(env or {})}
-                ranks.append((_new_process if one_gpu else _fork)(folder, rank, own))
+                place = {"RANK": rank, "LOCAL_RANK": rank % on_node, "GROUP_RANK": rank // on_node}
+                own = {name: str(number) for name, number in place.items()}
+                variables = {**common, **own, **(_on_one_gpu(rank) if one_gpu else {}), **(env or {})}
+                output = Path(folder, f"output{rank}")
+                ours, its = multiprocessing.Pipe()
+                arguments = (its, str(output), variables, group_s, shared)
+                # Packages take processes of other names for workers of a loader.
+                process = _processes(one_gpu)(target=main, args=arguments, name="MainProcess")
+                process.start()
+                its.close()
+                ranks.append(Rank(process, ours, output))
             yield ranks
         finally:
-            for process in ranks:
-                process.end()
+            for rank in ranks:
+                rank.end()
+
+
+@functools.cache
+def _processes(one_gpu: bool) -> Callable[..., Any]:
+    """Forks of one process that has imported the slow packages once, which has one thread of Python's, forms no group
+    and sets nothing; or new processes, as CUDA cannot be used in a fork.
+    """
+    if one_gpu:
+        return multiprocessing.get_context("spawn").Process
+    more = filter(None, os.environ.get("OSDP_TEST_PRELOAD", "").split(","))
+    forkserver.set_forkserver_preload([*_SLOW_PACKAGES, *more, "tests.helpers.frozen"])
+    with mock.patch.dict(os.environ, {**_FIXED, "PYTHONPATH": str(ROOT)}):
+        forkserver.ensure_running()
+    return multiprocessing.get_context("forkserver").Process
 
 
 def _on_one_gpu(rank: int) -> dict[str, str]:
@@ -276,68 +315,6 @@ def _on_one_gpu(rank: int) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0], "LOCAL_RANK": "0",
         "NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1",
     }  # fmt: skip
-
-
-def _new_process(folder: Path, rank: int, env: Mapping[str, str]) -> Rank:
-    with (folder / f"output{rank}").open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.rank", str(folder), str(rank)],
-            cwd=ROOT, env={**env, "OSDP_TEST_PARENT": str(os.getpid())}, stdin=subprocess.DEVNULL, stdout=output,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-    return Rank(folder, rank, process.pid, process.poll)
-
-
-def _fork(folder: Path, rank: int, env: Mapping[str, str]) -> Rank:
-    server = _server(os.environ.get("OSDP_TEST_PRELOAD", ""))
-    pid = _ask(server, {"folder": str(folder), "rank": rank, "env": env})
-    return Rank(folder, rank, pid, lambda: _ask(server, {"pid": pid}))
-
-
-def _ask(process: subprocess.Popen, request: dict[str, Any]) -> Any:
-    """One question to the process whose forks the ranks are."""
-    process.stdin.write(json.dumps(request).encode() + b"\n")
-    process.stdin.flush()
-    line = process.stdout.readline()
-    if not line:
-        raise RuntimeError(f"The process that forks ranks has ended with code {process.wait()}.")
-    return json.loads(line)
-
-
-@functools.cache
-def _server(preload: str) -> subprocess.Popen:
-    """Started at the first use, one for each list of packages; it ends when its input does, with this process."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.helpers.rank", "serve"],
-        cwd=ROOT, env={**os.environ, **_FIXED, "OSDP_TEST_PRELOAD": preload}, stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )  # fmt: skip
-
-
-def _failure(ranks: list[Rank], timeout_s: float) -> RankFailure:
-    """The error of the rank that failed first, with every other rank's state in a line."""
-    codes = [rank.poll() for rank in ranks]
-    died = [number for number, code in enumerate(codes) if code is not None and code < 0]
-    errors = {number: rank.error for number, rank in enumerate(ranks) if rank.error}
-    # A rank that died or ran out of time raises nothing itself; the others then do because they lost it.
-    first_error = min((error["time"] for error in errors.values()), default=math.inf)
-    timed_out = [
-        number for number, rank in enumerate(ranks) if codes[number] == _EXIT_TIMEOUT and rank.written_s <= first_error
-    ]
-    if errors and not died and not timed_out:
-        number = min(errors, key=lambda r: errors[r]["time"])
-        others = ", ".join(f"rank {r}: {errors[r]['type']}" for r in sorted(errors) if r != number)
-        message = f"rank {number} of {len(ranks)} raised\n{errors[number]['traceback']}" + (
-            f"\nthen {others}" if others else ""
-        )
-        return RankFailure(message, rank=number, error_type=errors[number]["type"])
-    bad = died or timed_out or [number for number, code in enumerate(codes) if code != 0]
-    what = f"was ended by signal {-codes[bad[0]]}" if died else f"did not end within {timeout_s} s"
-    output = "\n".join(f"--- rank {number}\n{ranks[number].output[-_OUTPUT_TAIL:]}" for number in bad)
-    return RankFailure(
-        f"rank {bad[0]} {what} (exit codes {codes})\n{output}", rank=bad[0], error_type="died" if died else "timeout"
-    )
 
 
 # ---- whole programs

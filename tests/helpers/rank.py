@@ -1,18 +1,10 @@
-"""Ranks of `run_ranks`, as forks of one process that has imported the slow packages once (`python -m
-tests.helpers.rank serve`), or each a new process (`python -m tests.helpers.rank FOLDER RANK`).
-
-The process that forks has one thread of Python's, forms no group and sets nothing, so that a fork is what a new
-process would be after the same imports.
-"""
+"""What a rank of `run_ranks` does in its process: it calls functions, and tells what they returned or raised."""
 
 from __future__ import annotations
 
 import faulthandler
 import functools
 import gc
-import importlib
-import itertools
-import json
 import os
 import pickle
 import random
@@ -23,133 +15,95 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-EXIT_ERROR = 3
-TASK = "task"
-SLOW_PACKAGES = (
-    "torch.distributed.checkpoint", "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama", "transformers.trainer", "datasets", "pytest",
-    "hf_osdp.integrations.plain_loop",
-    "hf_osdp.integrations.trainer", "hf_osdp.cli.app", "ortools.sat.python.cp_model", "pydantic", "torch.profiler",
-)  # fmt: skip
-"""What ranks import, which takes one some seconds."""
+ROOT = Path(__file__).resolve().parents[2]
 _WATCHED = ("torch", "torch.cuda", "torch.distributed", "torch.optim", "random")
 """Packages of others whose functions tests replace."""
 
 
-def serve() -> None:
-    """Answer each line of JSON by one: `{"folder": path, "rank": 0, "env": {...}}` by a process id, `{"pid": 1}` by
-    its exit code or null while it runs. Ends with whoever asks. OSDP_TEST_PRELOAD names further packages, with
-    commas."""
-    for name in (*SLOW_PACKAGES, *filter(None, os.environ.get("OSDP_TEST_PRELOAD", "").split(","))):
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # else each rank's first collections go through all of it, and copy its pages
-    for line in sys.stdin.buffer:
-        request = json.loads(line)
-        answer = (
-            _exit_code(request["pid"])
-            if "pid" in request
-            else _fork(Path(request["folder"]), request["rank"], request["env"])
-        )
-        os.write(1, json.dumps(answer).encode() + b"\n")
+def main(connection: Connection, output: str, env: dict[str, str], group_s: float, shared: bool) -> None:
+    """Take a call from the connection, or, `shared`, one after the other until one fails. A process group with the
+    time-out `group_s` is formed before the first, unless that is 0.
+    """
+    _become(output, env)
+    try:
+        _serve(connection, group_s) if shared else _call_once(connection, group_s)
+    except SystemExit:
+        raise  # as a script ends
+    except BaseException as error:
+        trace = traceback.format_exc() + _values(error)
+        _say(connection, type=type(error).__name__, traceback=trace, time=time.time())
+    # Without interpreter shutdown: a failed rank may hold a collective that never ends.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
-def _exit_code(pid: int) -> int | None:
-    """As subprocess gives it: negative for a signal."""
-    ended, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if ended else None
-
-
-def _fork(folder: Path, rank: int, env: dict[str, str]) -> int:
-    pid = os.fork()
-    if pid == 0:
-        code = EXIT_ERROR
-        try:
-            _become(folder, rank, env)
-            code = main(folder, rank)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            leave(code)
-    return pid
-
-
-def _become(folder: Path, rank: int, env: dict[str, str]) -> None:
-    """A session, environment, output and random state of its own."""
+def _become(output: str, env: dict[str, str]) -> None:
+    """Take a session, output, environment and random state of its own."""
     os.setsid()
-    output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    for number, file in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):
+    written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    for number, file in ((0, os.open(os.devnull, os.O_RDONLY)), (1, written), (2, written)):
         os.dup2(file, number)
     os.environ.clear()
-    os.environ.update(env, OSDP_TEST_PARENT=str(os.getppid()))
-    sys.argv[1:] = [str(folder), str(rank)]
+    os.environ.update(env)
+    os.chdir(ROOT)
+    sys.argv[1:] = []
     import numpy
 
     random.seed()
     numpy.random.seed()
-
-
-def main(folder: Path, rank: int) -> int:
-    """Run the task and write `result<rank>` or `error<rank>` beside it."""
-    task = pickle.loads((folder / TASK).read_bytes())
     faulthandler.enable()
-    faulthandler.dump_traceback_later(task["timeout_s"], exit=True)
-    threading.Thread(target=_end_with_parent, args=(int(os.environ["OSDP_TEST_PARENT"]),), daemon=True).start()
-    sys.path[:] = task["path"]
-    try:
-        result = pickle.dumps(_call(task))
-    except BaseException as error:
-        found = {
-            "time": time.time(),
-            "type": type(error).__name__,
-            "traceback": traceback.format_exc() + _values(error),
-        }
-        write(folder / f"error{rank}", pickle.dumps(found))
-        return EXIT_ERROR
-    write(folder / f"result{rank}", result)
-    return 0
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
 
 
-def _call(task: dict[str, Any]) -> Any:
+def _say(connection: Connection, **content: Any) -> None:
+    connection.send_bytes(pickle.dumps(content))
+
+
+def _form_group(group_s: float) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    fn, args = pickle.loads(task["fn"]), pickle.loads(task["args"])
-    if task["init"]:
-        # Longer than the task's limit: the stacks of all ranks tell more than gloo's own time-out on one of them.
-        dist.init_process_group("gloo", timeout=timedelta(seconds=task["timeout_s"] + 60))
-    result = fn(*args)
+    if group_s:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=group_s))
+
+
+def _call_once(connection: Connection, group_s: float) -> None:
+    import torch.distributed as dist
+
+    timeout_s, _, fn, args = pickle.loads(connection.recv_bytes())
+    faulthandler.dump_traceback_later(timeout_s, exit=True)
+    _form_group(group_s)
+    result = pickle.dumps(pickle.loads(fn)(*pickle.loads(args)))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-    return result
+    _say(connection, result=result)
 
 
-def serve_calls(folder: str) -> None:
-    """Call, on each of several ranks, the functions in `call0`, `call1`, ... of the folder as the bell rings, and
-    write `done0.<rank>`, ... after each: the result, and whatever the function has replaced. An error ends the rank.
-    """
+def _serve(connection: Connection, group_s: float) -> None:
+    """Also tell after each call what the function has replaced. An error ends the rank."""
     import torch
     import torch.distributed as dist
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    end_groups = _share_meshes()
-    rank, random_state, folder_before, own = dist.get_rank(), torch.get_rng_state(), os.getcwd(), dict(os.environ)
-    bell = os.open(Path(folder) / f"bell{rank}", os.O_RDWR)
-    for number in itertools.count():
+    _form_group(group_s)
+    end_groups, random_state, own = _share_meshes(), torch.get_rng_state(), dict(os.environ)
+    is_first = True
+    while True:
         faulthandler.cancel_dump_traceback_later()
-        os.read(bell, 1)  # a dozen ranks that looked for files would take a core
-        timeout_s, environment, fn, args = pickle.loads((Path(folder) / f"call{number}").read_bytes())
+        timeout_s, environment, fn, args = pickle.loads(connection.recv_bytes())
         faulthandler.dump_traceback_later(timeout_s, exit=True)
-        if number == 0:  # what makes a rank of it stays
-            own = {name: value for name, value in own.items() if environment.get(name) != value}
+        if is_first:  # what makes a rank of it stays
+            own, is_first = {name: value for name, value in own.items() if environment.get(name) != value}, False
         os.environ.clear()
         os.environ.update({**environment, **own})
-        os.chdir(folder_before)
+        os.chdir(ROOT)
         torch.set_rng_state(random_state)
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
@@ -165,7 +119,7 @@ def serve_calls(folder: str) -> None:
         changed = [f"{place}.{name}" for place, names in before.items() for name, value in names.items()
                    if (new := after.get(place, {}).get(name)) is not value
                    and not getattr(new, "hooked", False)]  # fmt: skip
-        write(Path(folder) / f"done{number}.{rank}", pickle.dumps((result, changed)))
+        _say(connection, result=result, changed=changed)
 
 
 def _forget() -> None:
@@ -251,54 +205,12 @@ def _values(error: BaseException) -> str:
     if not isinstance(error, AssertionError):
         return ""
     tests = str(Path(__file__).parents[1])
-    frames = [
-        frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename.startswith(tests)
-    ]
+    frames = [f for f, _ in traceback.walk_tb(error.__traceback__) if f.f_code.co_filename.startswith(tests)]
     return "".join(f"    {name} = {repr(value)[:300]}\n" for name, value in frames[-1].f_locals.items())
-
-
-def write(path: Path, content: bytes) -> None:
-    """All of it or nothing, for who waits for the file."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    partial.replace(path)
 
 
 def _end_with_parent(parent: int) -> None:
     """A test run that was killed must not leave ranks waiting in a collective."""
     while os.getppid() == parent:
         time.sleep(0.5)
-    os._exit(EXIT_ERROR)
-
-
-def as_script(fn: Callable[..., Any], *args: Any) -> None:
-    """End as the interpreter ends a script: with what it wrote, its exit code, and what multiprocessing registers
-    with atexit.
-    """
-    from multiprocessing import util
-
-    code: object = 0
-    try:
-        fn(*args)
-    except SystemExit as stop:
-        code = stop.code
-    util._exit_function()
-    leave(code if isinstance(code, int) else 1)
-
-
-def leave(code: int) -> None:
-    """Without interpreter shutdown: a failed rank may hold a collective that never ends."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        serve()
-        sys.exit()
-    exit_code = EXIT_ERROR
-    try:
-        exit_code = main(Path(sys.argv[1]), int(sys.argv[2]))
-    finally:
-        leave(exit_code)
+    os._exit(1)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import transformers
+import yaml
 from torch import nn
 
 from hf_osdp.modeling.build import build_on_meta
@@ -45,43 +47,16 @@ def choices_of_layout(layout: str, description: ModelDescription, world: int) ->
     return choices
 
 
-def _llama(layers: int, hidden: int, intermediate: int, kv_heads: int, vocabulary: int) -> transformers.LlamaConfig:
-    return transformers.LlamaConfig(
-        num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=4,
-        num_key_value_heads=kv_heads, vocab_size=vocabulary, max_position_embeddings=256, tie_word_embeddings=False,
-    )  # fmt: skip
-
-
-def _gpt2(layers: int, **more: Any) -> transformers.GPT2Config:
-    sizes = {"n_layer": layers, "n_embd": 256, "n_head": 4, "n_positions": 256}
-    return transformers.GPT2Config(**{**sizes, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **more})
-
-
-_BERT = transformers.BertConfig(
-    num_hidden_layers=4, hidden_size=256, intermediate_size=1024, num_attention_heads=4, hidden_dropout_prob=0.0,
-    attention_probs_dropout_prob=0.0,
-)  # fmt: skip
-_T5 = transformers.T5Config(d_model=256, d_kv=64, d_ff=512, num_layers=2, num_decoder_layers=2, num_heads=4)
-_T5.vocab_size = 2000
-_WIDE = {"hidden_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 16, "vocab_size": 1000}
-_WIDE["max_position_embeddings"] = 1024
-_MODELS = {
-    "gpt2": _gpt2(4), "bert": _BERT, "llama": _llama(4, 256, 688, 2, 8000), "t5": _T5,
-    "dropout": _gpt2(3, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1),
-    "small gpt2": _gpt2(2, n_positions=128, vocab_size=2000), "small llama": _llama(2, 256, 688, 2, 4000),
-    "frozen": _llama(3, 512, 2048, 4, 500),
-    "wide gpt2": transformers.GPT2Config(n_embd=1024, n_layer=3, n_head=16, n_positions=1024, vocab_size=1000),
-    "wide llama": transformers.LlamaConfig(**_WIDE, intermediate_size=2816, num_key_value_heads=4),
-    "wide bert": transformers.BertConfig(**_WIDE, intermediate_size=4096),
-    "wide t5": transformers.T5Config(d_model=1024, d_ff=4096, num_layers=2, num_heads=16, d_kv=64, vocab_size=1000),
-}  # fmt: skip
-_AUTO = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
+MODELS = yaml.safe_load(Path(__file__).with_name("tiny.yaml").read_text(encoding="utf-8"))["simulated"]
 
 
 @lru_cache
 def built(name: str) -> nn.Module:
     """Return a model on the meta device; of `frozen`, norms and embedding alone are trained."""
-    model = build_on_meta(_MODELS[name], auto_class=_AUTO.get(name.split()[-1], transformers.AutoModelForCausalLM))
+    sizes = dict(MODELS[name])
+    architecture = sizes.pop("of")
+    config_class = getattr(transformers, architecture).config_class
+    model = build_on_meta(config_class(**sizes, architectures=[architecture]))
     if name == "frozen":
         for parameter_name, parameter in model.named_parameters():
             parameter.requires_grad_("norm" in parameter_name or "embed" in parameter_name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from hf_osdp.modeling.split.names import is_split
 from hf_osdp.modeling.units import canonical_name, find_units
 from hf_osdp.planner.description import UnitDescription
 from hf_osdp.planner.plan import Plan, UnitDecision
+from hf_osdp.planner.training_job import Precision
 from hf_osdp.sharding.apply import apply_plan
-from hf_osdp.sharding.environment import move_to_device
-from hf_osdp.sharding.gradients import clip_grad_norm_
+from hf_osdp.sharding.environment import move_to_device, mp_policy
+from hf_osdp.sharding.gradients import OSDPGradScaler, clip_grad_norm_
 from hf_osdp.sharding.optimizer_steps import bind_optimizer, parameter_names, rebind_parameters, step_on_shards
 from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict
 from hf_osdp.sharding.steps import micro_step
@@ -93,12 +94,14 @@ class Loop:
     plan: Plan | None = None
     loss_of: Loss = tiny_loss
     batch_of: Batches = tiny_batch
+    device: torch.device | str = "cpu"
     parts: int = 1
     """Micro-steps."""
     max_norm: float | None = MAX_NORM
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None
+    scaler: torch.amp.GradScaler = field(default_factory=partial(torch.amp.GradScaler, enabled=False))
     losses: list[torch.Tensor] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
+    norms: list[torch.Tensor] = field(default_factory=list)
     absent: list[frozenset[str]] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)
     """Further tensors that must agree."""
@@ -114,7 +117,11 @@ class Loop:
         """Return this rank's loss of a micro-step, as a share of the step's."""
         rank, world = self.place
         batch = self.batch_of(step, part=part * world + rank, parts=world * self.parts)
-        return self.loss_of(self.model, on_device_of(self.model, batch)) / self.parts
+        return self.loss_of(self.model, self.moved(batch)) / self.parts
+
+    def moved(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a batch where the model computes."""
+        return {name: v.to(self.device) if isinstance(v, torch.Tensor) else v for name, v in batch.items()}
 
     def backward(self, step: int) -> None:
         """Run forward and backward of all micro-steps."""
@@ -122,7 +129,7 @@ class Loop:
         for part in range(self.parts):
             with micro_step(self.model, is_last=part == self.parts - 1):
                 loss = self.loss(step, part)
-                loss.backward()
+                self.scaler.scale(loss).backward()
             losses.append(loss.detach().double())
         self.losses.append(torch.stack(losses).sum())
         if not is_split(self.model):
@@ -131,15 +138,17 @@ class Loop:
 
     def clip(self) -> None:
         """Clip gradients, if the training does."""
+        self.scaler.unscale_(self.optimizer)
         if self.max_norm is not None:
             clip = nn.utils.clip_grad_norm_ if self.plan is None else clip_grad_norm_
-            self.norms.append(clip(self.model.parameters(), self.max_norm).item())
+            self.norms.append(clip(self.model.parameters(), self.max_norm).detach())
 
     def step(self, number: int) -> None:
         """Take a usual step."""
         self.backward(number)
         self.clip()
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad()
         if self.schedule is not None:
             self.schedule.step()
@@ -155,42 +164,16 @@ class Loop:
             found = full_optimizer_state_dict(self.model, self.optimizer).get("state", {})
             states = {f"{name}.{key}": value for name, own in found.items() for key, value in own.items()}
         return Trained(
-            losses=tuple((losses / world).tolist()), norms=tuple(self.norms), states=states, absent=tuple(self.absent),
-            parameters={**parameters, **self.more} if parameters else {},
+            losses=tuple((losses / world).tolist()), norms=tuple(map(float, self.norms)), states=states,
+            absent=tuple(self.absent), parameters={**parameters, **self.more} if parameters else {},
         )  # fmt: skip
 
 
-def on_device_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Units on the host are gathered where the loss's labels belong, too."""
-    on_cuda = any(tensor.is_cuda for tensor in (*model.parameters(), *model.buffers()))
-    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-
-
-def train_model(model: nn.Module, plan: Plan | None = None, *, steps: int = STEPS, **options: Any) -> Trained:
-    """Train a model that is sharded already, or a whole one without a plan; options are those of `Loop`."""
-    if "optimizer" not in options:
-        options["optimizer"] = adamw(model)
-        if plan is not None:
-            step_on_shards(options["optimizer"], model)
-    loop = Loop(model=model, plan=plan, **{"parts": plan.accumulation_steps if plan else 1, **options})
-    for number in range(steps):
-        loop.step(number)
-    return loop.result(with_states=False)
-
-
-def tiny_gpt2() -> nn.Module:
-    """Return the model of most cases."""
-    return tiny_model("gpt2")
+_GPT2 = partial(tiny_model, "gpt2")
 
 
 def _usual_batches(model: nn.Module) -> Batches:
     return tiny_batch
-
-
-def usual_step(loop: Loop, number: int) -> None:
-    """Take a step as most loops do."""
-    loop.step(number)
 
 
 Change = Callable[[int, UnitDecision, UnitDescription], Mapping[str, Any]]
@@ -201,7 +184,7 @@ Change = Callable[[int, UnitDecision, UnitDescription], Mapping[str, Any]]
 class Case:
     """A training that must be the same under a plan as in one process."""
 
-    model: Callable[[], nn.Module] = tiny_gpt2
+    model: Callable[[], nn.Module] = _GPT2
     units: Callable[[nn.Module], tuple[UnitDescription, ...]] = find_units
     batches: Callable[[nn.Module], Batches] = _usual_batches
     loss: Loss = tiny_loss
@@ -216,6 +199,8 @@ class Case:
     """Does so afterwards."""
     accumulation_steps: int = 1
     reduce: bool | None = True
+    precision: str = "no"
+    """As Accelerate names it; fp16 scales the loss."""
     parts_alone: int = 1
     """Micro-steps in one process, where a loss is of its batch alone."""
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
@@ -224,7 +209,7 @@ class Case:
     schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
     steps: int = STEPS
     max_norm: float | None = MAX_NORM
-    step: Callable[[Loop, int], object] = usual_step
+    step: Callable[[Loop, int], object] = Loop.step
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Holds during either training."""
     within_ranks: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -261,10 +246,10 @@ def plan_for(case: Case, units: tuple[UnitDescription, ...]) -> Plan:
 
 
 def loop_of(
-    case: Case, *, meshes: Meshes | None = None, device: str = "cpu", scale: float = 1.0
+    case: Case, *, meshes: Meshes | None = None, device: str = "", scale: float = 1.0
 ) -> tuple[Loop, tuple[UnitDescription, ...]]:
     """Return a case that is ready to train, its weights and learning rate scaled, and its units."""
-    model = case.model()
+    model, device_type = case.model(), torch.device(device or "cpu").type
     for parameter in model.parameters() if scale != 1.0 else ():
         parameter.detach().mul_(scale)
     plan, units, names, batch_of = None, (), parameter_names(model), case.batches(model)
@@ -275,9 +260,11 @@ def loop_of(
             case.prepare(model)
         units = case.units(model)
         plan = plan_for(case, units)
-        apply_plan(model, plan, units, meshes=(meshes or Meshes(device)) if dist.is_initialized() else None)
+        meshes = (meshes or Meshes(device_type)) if dist.is_initialized() else None
+        apply_plan(model, plan, units, meshes=meshes, mp_policy=mp_policy(Precision.named(case.precision)))
         verify_applied(model, plan, units)
-    move_to_device(model, collective_device() if plan else torch.device(device))
+    place = torch.device(device) if device else collective_device()
+    move_to_device(model, place)
     if case.applied is not None:
         case.applied(model)
     if optimizer is None:
@@ -291,15 +278,16 @@ def loop_of(
     for group in optimizer.param_groups if scale != 1.0 else ():
         group["lr"] = scale * (group["lr"] or 1.0)
     loop = Loop(
-        model=model, optimizer=optimizer, plan=plan, loss_of=case.loss, batch_of=batch_of,
+        model=model, optimizer=optimizer, plan=plan, loss_of=case.loss, batch_of=batch_of, device=place,
         parts=case.parts_alone if plan is None else plan.accumulation_steps, max_norm=case.max_norm,
         schedule=case.schedule(optimizer) if case.schedule else None,
+        scaler=OSDPGradScaler(device_type, enabled=case.precision == "fp16", init_scale=2.0**10),
     )  # fmt: skip
     return loop, units
 
 
 def train(
-    case: Case, *, meshes: Meshes | None = None, device: str = "cpu", folder: str = "", start: int = 0,
+    case: Case, *, meshes: Meshes | None = None, device: str = "", folder: str = "", start: int = 0,
     sharded: bool = True, in_background: bool = False,
 ) -> Trained:  # fmt: skip
     """Train a case on this rank; with a folder, go on from the checkpoint of step `start` in it, and save another."""

@@ -28,20 +28,15 @@ from hf_osdp.errors import DescriptionError
 from hf_osdp.modeling.batch import loss_of
 from hf_osdp.modeling.build import disable_cache
 from hf_osdp.modeling.units import find_units
-from hf_osdp.planner.description import DType, GatherSpan, ModelDescription
+from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, UnitDescription
 from hf_osdp.planner.plan import UnitDecision
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planner.training_job import Precision, TrainingJob
-from hf_osdp.sharding.apply import apply_plan
-from hf_osdp.sharding.host import host_parameters
-from hf_osdp.sharding.optimizer_steps import step_by_device
 from hf_osdp.tracing.describe import describe
-from tests.helpers.layouts import plan_of
-from tests.helpers.read_back import verify_applied
 from tests.helpers.small_models import SAMPLES, WAVE, InDouble, batch_with_loss, built, part_of
-from tests.helpers.training import Trained, train_model
+from tests.helpers.training import Case, Trained, train
 
 TOLERANCE, STEPS, TOKENS = 1e-12, 2, 24
 SECONDS = 60
@@ -160,15 +155,20 @@ def _exchanged(value: Any) -> list[Any]:
     return gathered
 
 
+def _case(model: nn.Module, batches: Mapping[str, Any], **options: Any) -> Case:
+    return Case(
+        model=lambda: model, batches=lambda model: partial(_batch_of, batches), layout="everything", steps=STEPS,
+        parts_alone=2, with_states=False, within=InDouble, **{"loss": _loss, **options},
+    )  # fmt: skip
+
+
 def _reference(model: nn.Module, batches: Mapping[str, Any]) -> Trained | str:
     """Train in one process with the two ranks' parts in turn; return why that shows nothing."""
+    case = _case(copy.deepcopy(model), batches, loss=_with_buffers_of_the_first(2))
     try:
         # some losses average the number of boxes over ranks
-        with limited(SECONDS), mock.patch.object(dist, "is_initialized", return_value=False), InDouble():
-            trained = train_model(
-                copy.deepcopy(model), parts=2, loss_of=_with_buffers_of_the_first(2),
-                batch_of=partial(_batch_of, batches), steps=STEPS,
-            )  # fmt: skip
+        with limited(SECONDS), mock.patch.object(dist, "is_initialized", return_value=False):
+            trained = train(case.alone)
     except Exception as error:  # a model can raise any exception
         return line_of(error)
     if not all(map(math.isfinite, (*trained.losses, *trained.norms))):
@@ -222,23 +222,15 @@ def _by_plan(model: nn.Module, row: Row, batches: Mapping[str, Any], meshes: Mes
     units = tuple(replace(unit, span=GatherSpan.STEP) if unit.fqn in in_step else unit for unit in find_units(model))
     with InDouble():
         changing = set(_changing(model, _batch_of(batches, 0, dist.get_rank(), dist.get_world_size())))
-    plan = plan_of(units, dist.get_world_size(), "everything")
-    plan = replace(plan, units=tuple(_recomputed(decision, model, changing) for decision in plan.units))
-    apply_plan(model, plan, units, meshes=meshes)
-    verify_applied(model, plan, units)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    step_by_device(optimizer, host_parameters(model))
-    options = {"loss_of": _loss, "batch_of": partial(_batch_of, batches), "steps": STEPS, "optimizer": optimizer}
-    with InDouble():
-        return train_model(model, plan, **options)
 
+    def left_out(number: int, decision: UnitDecision, unit: UnitDescription) -> dict[str, Any]:
+        """Leave out the recomputation of a unit that cannot be recomputed."""
+        parts = (part for name in decision.fqn.split("+") for part in model.get_submodule(name).modules())
+        if changing.isdisjoint(parts):
+            return {}
+        return {"activations": replace(decision.activations, recomputation=None)}
 
-def _recomputed(decision: UnitDecision, model: nn.Module, changing: set[nn.Module]) -> UnitDecision:
-    """Leave out the recomputation of a unit that cannot be recomputed."""
-    parts = (part for name in decision.fqn.split("+") for part in model.get_submodule(name).modules())
-    if changing.isdisjoint(parts):
-        return decision
-    return replace(decision, activations=replace(decision.activations, recomputation=None))
+    return train(_case(model, batches, units=lambda model: units, change=left_out), meshes=meshes)
 
 
 def _on_paper(row: Row) -> Row:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -127,11 +128,14 @@ CASES |= {
 # ---- the host
 
 
-def two_groups(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    """AdamW of matrices that decay, and others that do not and learn faster."""
-    matrices, others = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.1, "lr": 1e-3}, {"params": others, "lr": 2e-3}]
-    return torch.optim.AdamW(groups, weight_decay=0.0, **options)
+def decayed(
+    model: nn.Module, kind: str = "AdamW", package: str = "torch.optim", **options: Any
+) -> torch.optim.Optimizer:
+    """Return an optimizer of two groups: matrices decay, others do not and learn faster."""
+    matrices, others = ([p for p in model.parameters() if p.requires_grad and (p.ndim > 1) is is_matrix]
+                        for is_matrix in (True, False))  # fmt: skip
+    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0, "lr": 2e-2}]
+    return getattr(import_module(package), kind)(groups, lr=1e-2, **options)
 
 
 def halved(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -143,7 +147,8 @@ CASES |= {
     "host, every unit": Case(change=on_host(1), optimizer=partial(adamw, fused=None), accumulation_steps=2,
                              reduce=False),
     **{f"host, groups bound afterwards, {how} on {ranks}": Case(
-        world=ranks, change=on_host(2), optimizer=partial(two_groups, **{how: True}), rebinds=True, schedule=halved,
+        world=ranks, change=on_host(2), optimizer=partial(decayed, **{how: True}), rebinds=True, schedule=halved,
+        max_norm=0.3,
     ) for how, ranks in (("foreach", 2), ("fused", 1))},
 }  # fmt: skip
 

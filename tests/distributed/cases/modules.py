@@ -10,16 +10,16 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 from hf_osdp.modeling.build import disable_cache
 from hf_osdp.modeling.units import find_units
 from hf_osdp.tracing.pictures import UsualBatch
+from tests.compatibility.models import of
+from tests.helpers.architectures import TINY, VISION, tiny_architecture, tiny_vision
 from tests.helpers.layouts import joined
 from tests.helpers.small_models import InDouble
 from tests.helpers.training import Case, Loop
-from tests.helpers.vision import tiny_vision
 
 WIDTH, STEPS = 8, 4
 Batch = dict[str, Any]
@@ -122,10 +122,10 @@ def pictures_early(step: int, part: int) -> Batch:
 
 @cache
 def batches(kind: Callable[[int, int], Batch]) -> Any:
-    def of(model: nn.Module) -> Any:
+    def made(model: nn.Module) -> Any:
         return lambda step, *, part=0, parts=1: {"x": inputs(step, part), **kind(step, part)}
 
-    return of
+    return made
 
 
 def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -185,32 +185,18 @@ CASES |= {"early micro-steps": case(pictures_early, "mixed", k=2)}
 
 # ---- models of transformers
 
-_SPEECH = {
-    "encoder_layers": 3, "decoder_layers": 3, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
-    "dropout": 0.0, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 100, "pad_token_id": 1,
-    "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2, "max_source_positions": 30,
-    "max_target_positions": 40, "num_mel_bins": 8, "encoder_layerdrop": 0.5, "decoder_layerdrop": 0.5,
-}  # fmt: skip
-_EXPERTS = {
-    "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2, "num_experts": 8,
-    "vocab_size": 100, "expert_capacity": 64, "dropout_rate": 0.0, "router_jitter_noise": 0.0,
-    "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2, "decoder_start_token_id": 0,
-}  # fmt: skip
+_DROPS = {"encoder_layers": 3, "decoder_layers": 3, "encoder_layerdrop": 0.5, "decoder_layerdrop": 0.5}
 
 
 @cache
 def made(name: str, *frozen: str) -> Any:
     """Return what makes a model, with parts of these names frozen."""
-    sizes = {"Whisper": _SPEECH, "Switch": _EXPERTS}
 
     def make() -> nn.Module:
-        own = next((value for start, value in sizes.items() if name.startswith(start)), None)
-        if own is None:
+        if name in VISION:
             model = tiny_vision(name)
         else:
-            torch.manual_seed(0)
-            cls = getattr(transformers, name)
-            model = cls._from_config(cls.config_class(**own)).double().train()
+            model = tiny_architecture(name, **_DROPS) if name in TINY else of(name).double().train()
         for part, parameter in model.named_parameters():
             parameter.requires_grad_(not part.startswith(frozen) if frozen else True)
         disable_cache(model)

@@ -27,7 +27,7 @@ from tests.helpers.models import SEQUENCE_LENGTH, tiny_model
 from tests.helpers.quantized import adapted, in_4_bits
 from tests.helpers.training import Case, Loop
 
-from .layouts import halved, of
+from .layouts import decayed, halved, of
 
 Units = tuple[UnitDescription, ...]
 
@@ -76,18 +76,20 @@ class GlobalNorm(SignOfMomentum):
 class Perceptron(nn.Sequential):
     """Two layers."""
 
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    def __init__(self, width: int, rows: int) -> None:
+        super().__init__(nn.Linear(width, rows), nn.Tanh(), nn.Linear(rows, 3))
 
 
-def perceptron() -> nn.Module:
+def perceptron(width: int = 5, rows: int = 7) -> nn.Module:
     torch.manual_seed(0)
-    return Perceptron().double()
+    return Perceptron(width, rows).double()
 
 
-def features(model: nn.Module) -> Any:
+def features(model: Any) -> Any:
+    width = model[0].in_features
+
     def batch(step: int, *, part: int = 0, parts: int = 1) -> dict[str, torch.Tensor]:
-        rows = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        rows = torch.randn(4, width, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
         return {"rows": rows.chunk(parts)[part]}
 
     return batch
@@ -105,14 +107,14 @@ def one_whole(number: int, decision: UnitDecision, unit: UnitDescription) -> dic
     return {"shard_size": 1 + number % 2, "stage_size": 1}
 
 
+PERCEPTRON: dict[str, Any] = {
+    "units": partial(find_units, block_classes=["Linear"]), "batches": features, "loss": squares, "max_norm": None,
+}  # fmt: skip
 assert len(ELEMENT_WISE) == 10
 CASES = {
-    f"{cls.__name__}": Case(
-        model=perceptron, units=partial(find_units, block_classes=["Linear"]), batches=features, loss=squares,
-        change=one_whole, optimizer=of_class(cls, lr=0.1), max_norm=None,
-    )
+    cls.__name__: Case(**PERCEPTRON, model=perceptron, change=one_whole, optimizer=of_class(cls, lr=0.1))
     for cls in (*ELEMENT_WISE, torch.optim.Rprop, SignOfMomentum)
-}  # fmt: skip
+}
 
 
 # ---- states on the host, frozen parameters
@@ -121,14 +123,6 @@ CASES = {
 def states_on_host(number: int, decision: UnitDecision, unit: UnitDescription) -> dict[str, Any]:
     """All but one unit have their states there."""
     return {"on_host": False, "states_on_host": number != 1 and bool(unit.trainable_numel)}
-
-
-def decayed(model: nn.Module, kind: str = "AdamW", package: str = "torch.optim") -> torch.optim.Optimizer:
-    """Return an optimizer of two groups."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in parameters if p.dim() > 1]},
-              {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]  # fmt: skip
-    return getattr(import_module(package), kind)(groups, lr=1e-2)
 
 
 def states_are_buffers(loop: Loop, units: Units) -> None:
@@ -319,7 +313,16 @@ def without_zeros(loop: Loop, number: int) -> None:
     loop.optimizer.zero_grad()
 
 
-CASES |= {"Lion8bit": quantized("bitsandbytes", "Lion8bit", step=without_zeros)}
+def steps_are_counted(loop: Loop, units: Units) -> None:
+    """Also of a parameter of which this rank has no row."""
+    assert {int(states["step"]) for states in loop.optimizer.state.values()} == {3}
+
+
+ONE_ROW = {**PERCEPTRON, "model": partial(perceptron, 8192, 1), "check": steps_are_counted}
+CASES |= {
+    "Lion8bit": quantized("bitsandbytes", "Lion8bit", step=without_zeros),
+    "8 bits, one row": quantized("bitsandbytes", "AdamW8bit", **ONE_ROW, layout="zero3", steps=3),
+}
 
 
 # ---- adapters
@@ -328,13 +331,7 @@ TARGETS = {"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn", "c_fc"]}
 
 
 def with_adapters(name: str) -> nn.Module:
-    """A tiny model with adapters whose matrices are both random, as after some training."""
-    import peft
-
-    base = tiny_model(name)
-    torch.manual_seed(1)
-    options = peft.LoraConfig(r=3, lora_alpha=6, target_modules=TARGETS[name], init_lora_weights=False)
-    return peft.get_peft_model(base, options, autocast_adapter_dtype=False).double().train()
+    return adapted(tiny_model(name), torch.float64, target_modules=TARGETS[name])
 
 
 def on_4_bits(storage: torch.dtype, **options: Any) -> nn.Module:

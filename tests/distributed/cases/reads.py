@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tests.compatibility import losses
 from tests.helpers.layouts import LAYOUTS
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
-from tests.helpers.training import Case, Loop, on_device_of
+from tests.helpers.training import Case, Loop
 
 from .layouts import wrap_blocks
 
@@ -72,6 +73,11 @@ def loss_reads_head(model: nn.Module, batch: Batch) -> torch.Tensor:
     return cross_entropy(hidden @ weight_of(model.get_output_embeddings()).T, batch)
 
 
+def loss_calls_backbone(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The model itself is never called."""
+    return cross_entropy(hidden_of(model, batch["input_ids"]) @ weight_of(model.lm_head).T, batch)
+
+
 def loss_with_penalties(model: nn.Module, batch: Batch) -> torch.Tensor:
     """The head, the embedding, the last norm, a block's norm and matrix: called in forward, and read in the loss."""
     loss = tiny_loss(model, batch)
@@ -79,24 +85,6 @@ def loss_with_penalties(model: nn.Module, batch: Batch) -> torch.Tensor:
     last = getattr(model.base_model, "ln_f", None) or model.base_model.norm
     read = (model.lm_head, model.get_input_embeddings(), norm, matrix(model), last)
     return loss + 0.3 * sum(weight_of(module).pow(2).mean() for module in read)
-
-
-def two_forwards(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The model is called twice before backward."""
-    flipped = {**batch, "input_ids": batch["input_ids"].flip(1)}
-    return tiny_loss(model, batch) + 0.5 * tiny_loss(model, flipped)
-
-
-def loss_calls_backbone(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The model itself is never called."""
-    return cross_entropy(hidden_of(model, batch["input_ids"]) @ weight_of(model.lm_head).T, batch)
-
-
-def loss_calls_embedding(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The embedding is called before the model, as with soft prompts, and the head once more after it."""
-    embedded = model.get_input_embeddings()(batch["input_ids"])
-    output = model(inputs_embeds=embedded * 1.1, output_hidden_states=True)
-    return cross_entropy(output.logits + model.lm_head(output.hidden_states[1]), batch)
 
 
 def add_parameters(model: nn.Module) -> None:
@@ -123,14 +111,19 @@ def nothing(model: nn.Module) -> None:
     """The model as it is."""
 
 
+def as_users_write(loss: Callable[[Any, Any, Any], torch.Tensor]) -> Callable[[nn.Module, Batch], torch.Tensor]:
+    return lambda model, batch: loss(model, model, batch)
+
+
 KINDS: dict[str, tuple[Callable[[nn.Module], None], Callable[[nn.Module, Batch], torch.Tensor]]] = {
     "forward reads head": (fused_forward, tiny_loss),
     "loss reads head": (nothing, loss_reads_head),
     "penalties": (nothing, loss_with_penalties),
     "read first": (read_first, tiny_loss),
-    "two forwards": (nothing, two_forwards),
+    "two forwards": (nothing, as_users_write(losses.model_called_twice)),
     "loss calls backbone": (nothing, loss_calls_backbone),
-    "loss calls embedding": (nothing, loss_calls_embedding),
+    "loss calls embedding": (nothing, as_users_write(losses.embedded_outside)),
+    "head called twice": (nothing, as_users_write(losses.head_called_twice)),
     "own parameters": (add_parameters, loss_uses_parameters),
     "empty parameter": (add_empty, loss_with_empty),
 }
@@ -152,7 +145,7 @@ def evaluates_first(loop: Loop, number: int) -> None:
     """Evaluate twice, the second time after what the first has left gathered; shards stay."""
     for _ in range(2):
         with torch.no_grad():
-            loss = loop.loss_of(loop.model, on_device_of(loop.model, tiny_batch(number))).reshape(())
+            loss = loop.loss_of(loop.model, loop.moved(tiny_batch(number))).reshape(())
         assert float(loop.more.setdefault(f"evaluated {number}", loss)) == float(loss)
         loop.model.to(torch.float64)
     if loop.plan is not None:

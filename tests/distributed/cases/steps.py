@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils.clip_grad import clip_grad_norm_ as clip_of_an_early_import
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -23,6 +23,7 @@ from hf_osdp.planner.description import UnitDescription
 from hf_osdp.planner.wire import WireFormat
 from hf_osdp.sharding.between_steps import AcrossLayouts
 from hf_osdp.sharding.steps import micro_step
+from tests.helpers.architectures import no_float32, tiny_architecture
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 from tests.helpers.training import Case, Loop
 
@@ -44,8 +45,13 @@ class AssignsData(torch.optim.Optimizer):
 
 
 def with_more(name: str = "gpt2") -> nn.Module:
-    """With two parameters that only some losses use, and one without dimensions, which FSDP2 does not shard."""
-    model = tiny_model(name, layers=2, scale=10.0)
+    """With two parameters that only some losses use, and one without dimensions, which FSDP2 does not shard; of
+    `mixtral`, few experts are sharded along another dimension than 0 on four ranks.
+    """
+    if name == "mixtral":
+        model = tiny_architecture("MixtralForCausalLM", num_local_experts=2)
+    else:
+        model = tiny_model(name, layers=2, scale=10.0)
     for each in ("first", "second"):
         model.register_parameter(each, nn.Parameter(torch.ones(3, dtype=torch.float64)))
     model.register_parameter("scale", nn.Parameter(torch.ones((), dtype=torch.float64)))
@@ -183,7 +189,7 @@ def is_changed_whole(loop: Loop, number: int) -> None:
 
 
 def loads_whole_weights(loop: Loop, number: int) -> None:
-    whole = with_more("llama")
+    whole = with_more(loop.model.config.model_type)
     loop.model.load_state_dict({name: 0.1 * (7 + number) * value for name, value in whole.state_dict().items()})
     loop.step(number)
 
@@ -244,6 +250,19 @@ WORK: dict[str, Any] = {
 CASES |= {
     f"{name}, {layout}": case(step, layout, model=LLAMA, steps=4, slow=layout != "mixed" or "EMA" in name)
     for name, step in WORK.items() for layout in ("mixed", "zero3", "zero2", "replicate")
+}  # fmt: skip
+
+
+def experts_are_cut_along_their_width(loop: Loop, units: object) -> None:
+    found = {p.placements for name, p in loop.model.named_parameters() if "experts" in name}
+    assert found == {(Shard(1),)}
+
+
+CASES |= {
+    f"{name}, few experts": case(
+        WORK[name], "zero3", model=partial(with_more, "mixtral"), world=4, steps=2, within=no_float32,
+        check=experts_are_cut_along_their_width,
+    ) for name in ("torch clips", "is changed whole", "loads whole weights")
 }  # fmt: skip
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from datasets import Dataset
 from torch import nn
 
 from hf_osdp.errors import PreflightError
@@ -97,7 +96,7 @@ def test_evaluation_is_refused_before_training_with_a_batch_size_that_fits(tmp_p
 
 def test_rollouts_that_cannot_fit_are_refused_before_training_with_what_to_lower(tmp_path):
     trl = pytest.importorskip("trl", reason="needs the extra `trainers`")
-    from tests.distributed.test_trainers_of_others import _texts, _tokenizer
+    from tests.compatibility.data import prompts, tokenizer
 
     args = trl.GRPOConfig(
         str(tmp_path), use_cpu=True, report_to="none", max_steps=1, save_strategy="no", num_generations=2,
@@ -106,8 +105,8 @@ def test_rollouts_that_cannot_fit_are_refused_before_training_with_what_to_lower
 
     def trainer(limit: str) -> Any:
         return with_osdp(trl.GRPOTrainer)(
-            model=llama(), args=args, train_dataset=Dataset.from_dict({"prompt": _texts(8, 3)}),
-            processing_class=_tokenizer(), reward_funcs=lambda completions, **rest: [0.0] * len(completions),
+            model=llama(), args=args, train_dataset=prompts(),
+            processing_class=tokenizer(), reward_funcs=lambda completions, **rest: [0.0] * len(completions),
             osdp={"memory_limit": limit, "hardware": "cpu", "report": False},
         )  # fmt: skip
 

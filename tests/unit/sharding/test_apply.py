@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.training_job import Precision
 from hf_osdp.sharding.environment import prepare_model, prepare_precision
-from tests.helpers.vision import tiny_vision
+from tests.helpers.architectures import tiny_vision
 
 
 def test_model_is_prepared_with_float32_masters_and_without_cache(caplog):

@@ -5,9 +5,9 @@ import pytest
 from hf_osdp.errors import DescriptionError
 from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.pictures import UsualBatch
+from tests.helpers.architectures import VISION, tiny_vision
 from tests.helpers.models import tiny_model
 from tests.helpers.sampling import slow_but
-from tests.helpers.vision import VISION, tiny_vision
 
 TOKENS = {
     "LlavaForConditionalGeneration": 16, "MllamaForConditionalGeneration": 0, "IdeficsForVisionText2Text": 0,
