@@ -94,20 +94,13 @@ class MemoryTracker(SkippableMode):
 
     def _tracked(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         result = call_operator(func, args, kwargs)
-        self._update_results(result, () if func is torch.ops.aten.lift_fresh.default else (args, kwargs))
-        return result
-
-    def _update_results(self, result: object, arguments: object) -> None:
-        """Count an operator's results, except those in its arguments' memory: views and in-place results."""
-        before: set[int] | None = None
+        given = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)
+        # results in the arguments' memory are views, or were changed in place
+        before = {storage._cdata for _, storage in storages_in(given)} - self._storages.keys()
         for tensor, storage in storages_in(result):
-            if storage._cdata not in self._storages:
-                if before is None:
-                    before = {given._cdata for _, given in storages_in(arguments)}
-                if storage._cdata in before:
-                    continue
-            if self._counts(tensor):
+            if storage._cdata not in before and self._counts(tensor):
                 self._update(storage)
+        return result
 
     def _update(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
