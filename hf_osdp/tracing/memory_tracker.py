@@ -52,11 +52,7 @@ class MemoryTracker(SkippableMode):
         self._storages: dict[int, Storage] = {}
         self._fake_mode: object = None
         self.current_bytes = self.peak_bytes = 0
-        """Live bytes on the device: now, and the peak since the start or the last `reset_peak`."""
-
-    def reset_peak(self) -> None:
-        """Reset the peak to the bytes that are live now."""
-        self.peak_bytes = self.current_bytes
+        """Live bytes on the device: now, and the peak since the start."""
 
     def track(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """Count tensors that were made outside, for example parameters and optimizer states."""

@@ -18,14 +18,7 @@ from ..planner.placement import Activations
 from .attention import AttentionCall, Kernel
 from .options import DescribeOptions
 from .recomputation import LoggedCall, recomputations, with_modes, worthwhile
-from .segments import (
-    held_by_recomputed,
-    is_idle,
-    linear_bytes,
-    segments_of,
-    with_first_sample,
-    with_sent,
-)
+from .segments import excess, is_idle, linear_bytes, segments_of, with_sent
 from .tracer import SAMPLES, Tracer
 
 
@@ -97,7 +90,13 @@ def trace_segments(
         found = _with_recomputed(found, full, fully, logs, traced, run)
     return Trace(
         segments=tuple(
-            with_first_sample(segment, single)
+            replace(  # costs by all batch sizes
+                single,
+                held_bytes=segment.held_bytes,
+                recomputed=segment.recomputed,
+                own_saved_bytes=segment.own_saved_bytes,
+                sent_bytes=segment.sent_bytes,
+            )
             for segment, single in zip(found, first, strict=True)
             if not is_idle(single)
         ),
@@ -135,7 +134,8 @@ def _with_recomputed(
     found = []
     for index, segment in enumerate(plain):
         if segment.unit not in fully:
-            found.append(replace(segment, held_bytes=held_by_recomputed(segment, full[index])))
+            # what only recomputed blocks hold, as their input: for example T5's position bias
+            found.append(replace(segment, held_bytes=excess(full[index].saved_bytes, segment.saved_bytes)))
             continue
         tried = (Recomputation(), *policies.get(segment.unit, ()))
         forms = [
