@@ -31,7 +31,7 @@ class CountedMemory:
 
     def last_step_begins(self) -> None:
         self._check()
-        self.live.reset_peak()
+        self.live.peak_bytes = self.live.current_bytes
 
     def reading(self) -> Reading:
         self._check()

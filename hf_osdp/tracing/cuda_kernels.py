@@ -8,7 +8,7 @@ activations' dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,6 @@ from .attention import (
 )
 from .kernel_scratch import processors_of
 from .tensors import FunctionMode
-
-_Value = TypeVar("_Value")
 
 _IN_FLOAT32 = frozenset({
     "binary_cross_entropy_with_logits", "cosine_similarity", "cross_entropy", "cumprod", "cumsum", "exp", "expm1",
@@ -150,18 +148,16 @@ class CudaKernels(FunctionMode):
             args, kwargs = _cast((args, kwargs), torch.float32)
         return super().__torch_function__(func, types, args, kwargs)
 
-    def call_attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def call_attention(  # noqa: PLR0913  the function's arguments
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
         """Run `scaled_dot_product_attention` like the kernel that CUDA would choose."""
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        options: dict[str, Any] = {"attn_mask": None, **dict(zip(names, args, strict=False)), **kwargs}
-        query, key, value, attn_mask = (options[name] for name in names[:4])
         if torch.is_autocast_enabled("cpu"):
             query, key, value, attn_mask = _cast((query, key, value, attn_mask), torch.get_autocast_dtype("cpu"))
         call = AttentionCall(
             dtype=query.dtype, query=tuple(query.shape), key=tuple(key.shape), value=tuple(value.shape),
-            has_mask=attn_mask is not None,
-            is_causal=options.get("is_causal", False), dropout=options.get("dropout_p", 0.0),
-            enable_gqa=options.get("enable_gqa", False),
+            has_mask=attn_mask is not None, is_causal=is_causal, dropout=dropout_p, enable_gqa=enable_gqa,
             requires_grad=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)),
             inner_strides_are_one=all(tensor.stride(-1) == 1 for tensor in (query, key, value)),
         )  # fmt: skip
@@ -183,13 +179,10 @@ class CudaKernels(FunctionMode):
         return output[..., :size]
 
 
-def _cast(value: _Value, dtype: torch.dtype) -> _Value:
+def _cast(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
     """Cast an operator's arguments as autocast does; it does not cast float64."""
     known = (torch.float32, torch.bfloat16, torch.float16)
-    cast: _Value = tree_map_only(
-        torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.dtype in known else tensor, value
-    )
-    return cast
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.dtype in known else tensor, value)
 
 
 def _math(

@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from traceback import walk_tb
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ..errors import CheckpointingError, DescriptionError, DescriptionTimeoutError, first_line
+from ..modeling.activations import tensors_of
 from ..modeling.batch import check_sequence_length, plain_batch
 from ..modeling.build import build_on_meta, is_checkpointed
 from ..modeling.quantized import packed_copy, restored_elements
@@ -23,14 +22,13 @@ from ..modeling.units import class_of, dtype_of, embedding_and_head, find_units,
 from ..modeling.wrapping import has_running_statistics
 from ..planner.affine import Affine
 from ..planner.block_forms import COUNTED_AS_EAGER
-from ..planner.description import DType, GatherSpan, ModelDescription, Segment, UnitDescription, shown_name
+from ..planner.description import DType, GatherSpan, ModelDescription, UnitDescription, shown_name
 from ..planner.grouping import grouped
 from ..planner.placement import Activations
 from .attention import ASSUMED_CAPABILITY, AttentionCall, Kernel, capability_here, math_kernel_warning
 from .options import DescribeOptions
 from .pictures import UsualBatch
 from .trace import Trace, trace_segments
-from .tracer import TraceOptions
 
 _log = logging.getLogger(__name__)
 
@@ -99,7 +97,11 @@ class _Describer:
             sequence_length=self._options.sequence_length,
             compute_dtype=self._dtype,
             units=units,
-            segments=tuple(_with_forward_bytes(segment, cast_bytes) for segment in found.segments),
+            segments=tuple(
+                # the root's frame keeps inputs that FSDP2 cast for it alive until forward ends
+                replace(one, forward=replace(one.forward, peak_bytes=one.forward.peak_bytes.plus(cast_bytes)))
+                for one in found.segments
+            ),
             buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in self._model.buffers()),
             input_bytes=batch_bytes,
             output_bytes=found.output_bytes,
@@ -132,11 +134,10 @@ class _Describer:
     def _main_dtype(self) -> DType:
         """Return the floating-point dtype that most parameter elements have."""
         elements: Counter[DType] = Counter()
-        for unit in self._units:
-            for parameter in unit.parameters:
-                elements[parameter.dtype] += parameter.numel * parameter.dtype.is_floating
-        for dtype, numel in restored_elements(self._model):
-            elements[dtype_of(dtype)] += numel
+        parameters = (one for unit in self._units for one in unit.parameters if one.dtype.is_floating)
+        held = [(parameter.dtype, parameter.numel) for parameter in parameters]
+        for dtype, numel in (*held, *((dtype_of(dtype), numel) for dtype, numel in restored_elements(self._model))):
+            elements[dtype] += numel
         return max(elements, key=lambda dtype: elements[dtype], default=DType.FLOAT32)
 
     def _refuse_running_statistics(self) -> None:
@@ -234,35 +235,33 @@ class _Describer:
 
     def _trace_choices(self) -> Trace:
         """Trace the model under every choice of its blocks; if it does not run so, under fewer."""
-        options = TraceOptions(
-            run=self._options, checkpointed_blocks=self._blocks if self._options.activation_checkpointing else None,
-            blocks=self._plain_blocks(),
-        )  # fmt: skip
-        every, problem = self._choices(), ""
-        for choices in every:
+        problem, blocks = "", self._plain_blocks()
+        for lost, choices in self._choices(blocks).items():
             try:
-                trace = trace_segments(self._model, self._units, self._inputs, replace(options, choices=choices))
+                trace = trace_segments(
+                    self._model, self._units, self._inputs, self._options,
+                    block_classes=self._blocks, blocks=blocks, choices=choices,
+                )  # fmt: skip
+                if lost:
+                    _log.warning("No block of %s can %s: %s.", self._name, lost, problem)
                 break
             except Exception as error:  # with fewer options the model may run
                 if not choices or isinstance(error, DescriptionTimeoutError):
                     raise
                 _log.debug("The trace failed.", exc_info=True)
                 problem = first_line(error)
-        if problem:
-            tried, able = ([text for one in some for text in one.describe()] for some in (every[0], choices))
-            lost = " or ".join(dict.fromkeys(text for text in tried if text not in able))
-            _log.warning("No block of %s can %s: %s.", self._name, lost, problem)
         return trace
 
-    def _choices(self) -> list[Sequence[Activations]]:
-        """Return the choices of activations to trace: first all, then those on the device, then none; without
-        blocks there are none. Compiled blocks are not offloaded.
+    def _choices(self, blocks: Collection[int]) -> Mapping[str, Sequence[Activations]]:
+        """Return the choices of activations to trace, by what no block then does: first all, then those on the device,
+        then none; without blocks there are none. Compiled blocks are not offloaded.
         """
-        if not self._options.recomputation or self._checkpointed or not self._plain_blocks():
-            return [()]
-        options = self._options
-        has_host = options.device_type == "cuda" and not options.split.operators and not options.compile
-        return [*([Activations.BASIC[1:]] if has_host else []), Activations.BASIC[1:2], ()]
+        options, on_device = self._options, Activations.BASIC[1:2]
+        if not options.recomputation or self._checkpointed or not blocks:
+            return {"": ()}
+        if options.device_type != "cuda" or options.split.operators or options.compile:
+            return {"": on_device, "recompute": ()}
+        return {"": Activations.BASIC[1:], "offload activations": on_device, "recompute or offload activations": ()}
 
     def _plain_blocks(self) -> frozenset[int]:
         """Return blocks, or the parts that blocks are split into: units of one module with submodules, which runs
@@ -312,21 +311,12 @@ class _Describer:
         back to the dtype of their sharded parameters, and FSDP2 casts these again for the unit that uses them, which
         saves the last copy.
         """
-        pairs = []
+        pairs, dtype = [], self._options.cast_dtype
         for samples in (1, 2):
-            held = in_forward = 0
-            for leaf in tree_leaves(plain_batch(self._inputs(samples))):
-                if not isinstance(leaf, torch.Tensor):
-                    continue
-                held += leaf.nbytes
-                if (
-                    (dtype := self._options.cast_dtype) is not None
-                    and leaf.is_floating_point()
-                    and leaf.dtype is not dtype
-                ):
-                    held += leaf.numel() * dtype.itemsize
-                    in_forward += leaf.numel() * (dtype.itemsize + leaf.element_size())
-            pairs.append((held, in_forward))
+            tensors = tensors_of(plain_batch(self._inputs(samples)))
+            wide = [one for one in tensors if dtype is not None and one.is_floating_point() and one.dtype is not dtype]
+            copied = sum(one.numel() for one in wide) * (0 if dtype is None else dtype.itemsize)
+            pairs.append((sum(one.nbytes for one in tensors) + copied, sum(one.nbytes for one in wide) + copied))
         batch, cast = (Affine(constant=2 * one - two, per_sample=two - one) for one, two in zip(*pairs, strict=True))
         return batch, cast
 
@@ -348,8 +338,3 @@ def _where(error: Exception) -> str:
         return ""
     name = next((name for name, module in running[0].named_modules() if module is running[-1]), "")
     return f" in {shown_name(name)} ({class_of(running[-1]).__name__})" if name else ""
-
-
-def _with_forward_bytes(segment: Segment, cast: Affine) -> Segment:
-    """Add the bytes of inputs that FSDP2 cast for the root: its frame keeps them alive until forward ends."""
-    return replace(segment, forward=replace(segment.forward, peak_bytes=segment.forward.peak_bytes.plus(cast)))

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ..modeling.units import class_of
 from .tensors import DEVICE
 
 _POSITION_ATTRIBUTES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number"})
-_TRACED = 2
-"""Number of equal blocks that are traced: the first one differs, because the model's own forward also holds its
-input.
+TRACED = 2
+"""Number of equal blocks that are traced in a run: the first one differs, because the model's own forward also holds
+its input.
 """
 _SCALARS = (bool, int, float, str, type(None), torch.dtype)
 
@@ -63,66 +63,49 @@ class _TensorSpec(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=DEVICE)
 
 
+class _Input(int):
+    """The position of an input that is an output, too."""
+
+
 class RecordedCall(NamedTuple):
     """The structure of what a call returned; `replay` makes the same for other inputs."""
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
-    """The outputs: scalars unchanged, None for tensors."""
-    input_positions: dict[int, int]
-    """For each output that is an input, the input's position."""
-    new_tensors: dict[int, _TensorSpec]
-    """The outputs that are new tensors, by position."""
+    """The outputs: scalars, inputs, and `_TensorSpec` of new tensors."""
     note: Any
     """What the caller noted about it."""
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], output: object, note: object) -> RecordedCall | None:
+    def of(
+        cls, args: tuple[Any, ...], kwargs: dict[str, Any], output: object, note: object = None
+    ) -> RecordedCall | None:
         """Describe an output; return None if it holds objects that cannot be recreated."""
-        inputs = {id(leaf): number for number, leaf in reversed(list(enumerate(tree_flatten((args, kwargs))[0])))}
+        inputs = {id(leaf): _Input(number) for number, leaf in reversed(list(enumerate(tree_leaves((args, kwargs)))))}
         outputs, spec = tree_flatten(output)
-        leaves = tuple(leaf if isinstance(leaf, _SCALARS) else None for leaf in outputs)
-        others = {position: leaf for position, leaf in enumerate(outputs) if not isinstance(leaf, _SCALARS)}
-        input_positions = {position: inputs[id(leaf)] for position, leaf in others.items() if id(leaf) in inputs}
-        new = {position: leaf for position, leaf in others.items() if position not in input_positions}
-        if not all(isinstance(leaf, torch.Tensor) for leaf in new.values()):
+        if not all(isinstance(leaf, (*_SCALARS, torch.Tensor)) or id(leaf) in inputs for leaf in outputs):
             return None
-        specs = {position: _TensorSpec.of(leaf) for position, leaf in new.items()}
-        return cls(spec, leaves, input_positions, specs, note)
+        leaves = (
+            leaf if isinstance(leaf, _SCALARS) else inputs[id(leaf)] if id(leaf) in inputs else _TensorSpec.of(leaf)
+            for leaf in outputs
+        )
+        return cls(spec, tuple(leaves), note)
 
     def replay(self, args: tuple[Any, ...], kwargs: dict[str, Any], anchor: nn.Parameter | None) -> object:
         """Make outputs of the same shapes, differentiable by the inputs and by `anchor`, a trainable parameter of
         the block.
         """
-        inputs, _ = tree_flatten((args, kwargs))
+        inputs = tree_leaves((args, kwargs))
         differentiable = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        specs = tuple(spec for spec in self.new_tensors.values() if spec.requires_grad)
+        specs = tuple(leaf for leaf in self.leaves if isinstance(leaf, _TensorSpec) and leaf.requires_grad)
         made = iter(_AllocateOutputs.apply(specs, anchor, *differentiable) if specs else ())
-        leaves = list(self.leaves)
-        for position, number in self.input_positions.items():
-            leaves[position] = inputs[number]
-        for position, spec in self.new_tensors.items():
-            leaves[position] = next(made) if spec.requires_grad else spec.empty()
-        return tree_unflatten(leaves, self.spec)
 
+        def output(leaf: Any) -> object:  # noqa: ANN401
+            if isinstance(leaf, _TensorSpec):
+                return next(made) if leaf.requires_grad else leaf.empty()
+            return inputs[leaf] if isinstance(leaf, _Input) else leaf
 
-class EqualCalls:
-    """The calls of equal blocks in one run: after two traced ones, the next ones are only replayed."""
-
-    def __init__(self) -> None:
-        self._traced: dict[Hashable, list[RecordedCall]] = {}
-
-    def find(self, key: Hashable) -> RecordedCall | None:
-        """Return the call to replay for a key of block and arguments; None if this one has to run."""
-        traced = self._traced.get(key, [])
-        return traced[-1] if len(traced) == _TRACED else None
-
-    def add(
-        self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], output: object, note: object = None
-    ) -> None:
-        """Add a call that ran; one whose output cannot be made again will never be replayed."""
-        if (call := RecordedCall.of(args, kwargs, output, note)) is not None:
-            self._traced.setdefault(key, []).append(call)
+        return tree_unflatten([output(leaf) for leaf in self.leaves], self.spec)
 
 
 class _AllocateOutputs(torch.autograd.Function):

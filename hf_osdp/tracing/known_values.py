@@ -120,8 +120,8 @@ class KnownValues(TorchDispatchMode):
                 known, tensor.storage_offset(), tensor.shape, tensor.stride()
             )
 
-    def knows_all(self, storages: Iterable[torch.UntypedStorage]) -> bool:
-        return all(storage._cdata in self._values for storage in storages)
+    def knows_all(self, tensors: Iterable[torch.Tensor]) -> bool:
+        return all(tensor.untyped_storage()._cdata in self._values for tensor in tensors)
 
     def with_fakes(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode

@@ -9,7 +9,8 @@ computed really, as the loss is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import ExitStack
 from enum import Enum
 from typing import Any
@@ -23,7 +24,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from ..modeling.batch import Inputs, loss_of, plain_batch
 from ..modeling.replaced import replaced
-from .equal_blocks import EqualCalls, block_key, call_key
+from .equal_blocks import TRACED, RecordedCall, block_key, call_key
 from .fake_model import fake_copy, stored_tensors_releaser
 from .known_values import KnownValues, on_fake_tensors
 from .tensors import tensors_in
@@ -121,37 +122,35 @@ class _Examination:
         """Return the loss of one half or (None) of all samples, None if it is not known, and whether it depends on
         the count.
         """
-        values, number = _StandIns(self._calls, part), torch.tensor(count)
+        values, number = _StandIns(self._calls, part), {"items": torch.tensor(count)}
         release = stored_tensors_releaser(self._fake)
-        with ExitStack() as stack:
-            stack.enter_context(on_fake_tensors(self._mode, values, gradients=False))
-            # the loss may call the original model
-            stack.enter_context(replaced(self._model, forward=self._fake.__call__))
+        called = replaced(self._model, forward=self._fake.__call__)  # the loss may call the original model
+        with on_fake_tensors(self._mode, values, gradients=False), called, ExitStack() as stack:
             self._replay_equal_blocks(values, stack)
-            items = values.counted(number, self._mode)
+            items = values.fakes_of(number, self._mode)["items"]
+            values.follow(items)
             loss = loss_of(self._loss(self._fake, values.fakes_of(self._batches[part], self._mode), items))
             value = values.value(loss)
         release()
-        depends = values.depends(loss)
-        return None if value is None or not value.isfinite() else float(value), depends
+        return None if value is None or not value.isfinite() else float(value), values.depends(loss)
 
     def _replay_equal_blocks(self, values: _StandIns, stack: ExitStack) -> None:
         """Run only the first two of equal blocks until the stack is closed; the outputs of the others are
         stand-ins.
         """
-        calls = EqualCalls()
+        calls: dict[Hashable, list[RecordedCall]] = defaultdict(list)
 
         def replaying(block: nn.Module) -> Callable[..., Any]:
             original, key = block.forward, block_key(block)
 
             def forward(*args: Any, **kwargs: Any) -> object:
-                own = key, call_key(args, kwargs)
-                if (traced := calls.find(own)) is not None:
-                    output = traced.replay(args, kwargs, None)
+                traced = calls[key, call_key(args, kwargs)]
+                if len(traced) == TRACED:
+                    output = traced[-1].replay(args, kwargs, None)
                     values.stand_in_for(output)
                     return output
                 output = original(*args, **kwargs)
-                calls.add(own, args, kwargs, output)
+                traced += [call] if (call := RecordedCall.of(args, kwargs, output)) is not None else []
                 return output
 
             return forward
@@ -178,16 +177,11 @@ class _StandIns(KnownValues):
         self._is_lost = False
         """Whether the number was read, or mixed with values that are not known, so that anything may depend on it."""
 
-    def counted(self, count: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-        """Return a fake tensor of the number of items, which is followed from here on."""
-        fake: torch.Tensor = self.fakes_of({"count": count}, mode)["count"]
-        self._follow(fake)
-        return fake
-
     def depends(self, tensor: torch.Tensor) -> bool:
         return self._is_lost or tensor.untyped_storage()._cdata in self._counted
 
-    def _follow(self, tensor: torch.Tensor) -> None:
+    def follow(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor depends on the number of items."""
         storage = tensor.untyped_storage()
         self._counted[storage._cdata] = storage
 
@@ -200,7 +194,7 @@ class _StandIns(KnownValues):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if depends:
             for tensor in tensors_in(result):
-                self._follow(tensor)
+                self.follow(tensor)
             # `prim.device` reads no value
             self._is_lost |= func.namespace != "prim" and not any(
                 self.value(tensor) is not None for tensor in tensors_in(result)

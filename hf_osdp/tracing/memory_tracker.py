@@ -52,11 +52,7 @@ class MemoryTracker(SkippableMode):
         self._storages: dict[int, Storage] = {}
         self._fake_mode: object = None
         self.current_bytes = self.peak_bytes = 0
-        """Live bytes on the device: now, and the peak since the start or the last `reset_peak`."""
-
-    def reset_peak(self) -> None:
-        """Reset the peak to the bytes that are live now."""
-        self.peak_bytes = self.current_bytes
+        """Live bytes on the device: now, and the peak since the start."""
 
     def track(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """Count tensors that were made outside, for example parameters and optimizer states."""
@@ -94,20 +90,13 @@ class MemoryTracker(SkippableMode):
 
     def _tracked(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         result = call_operator(func, args, kwargs)
-        self._update_results(result, () if func is torch.ops.aten.lift_fresh.default else (args, kwargs))
-        return result
-
-    def _update_results(self, result: object, arguments: object) -> None:
-        """Count an operator's results, except those in its arguments' memory: views and in-place results."""
-        before: set[int] | None = None
+        given = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)
+        # results in the arguments' memory are views, or were changed in place
+        before = {storage._cdata for _, storage in storages_in(given)} - self._storages.keys()
         for tensor, storage in storages_in(result):
-            if storage._cdata not in self._storages:
-                if before is None:
-                    before = {given._cdata for _, given in storages_in(arguments)}
-                if storage._cdata in before:
-                    continue
-            if self._counts(tensor):
+            if storage._cdata not in before and self._counts(tensor):
                 self._update(storage)
+        return result
 
     def _update(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata

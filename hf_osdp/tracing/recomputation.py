@@ -8,8 +8,6 @@ traced bytes and work, and uses the device's own rates.
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -26,7 +24,6 @@ from ..planner.description import Recomputation, Segment
 from .tensors import storages_in
 from .work import PhaseRecord
 
-_log = logging.getLogger(__name__)
 _FLOPS_PER_BYTE = {"cpu": 20.0, "cuda": 150.0}
 """FLOPs that a device computes while it moves a byte: about 0.5 TFLOP/s at 25 GB/s, 312 TFLOP/s at 2 TB/s (A100,
 bf16).
@@ -98,8 +95,10 @@ class OperatorLog(TorchDispatchMode):
     ) -> object:
         kwargs, call = kwargs or {}, self._counter.name(func)
         if kwargs.get("generator") is not None:
-            _warn_about_generator(type(self._block).__name__)
-            raise DescriptionError(f"{type(self._block).__name__} draws from its own torch.Generator.")
+            raise DescriptionError(
+                f"{type(self._block).__name__} draws random numbers from its own torch.Generator; recomputation would"
+                " draw different ones. Draw from torch's default generator to allow it."
+            )
         before = {storage._cdata for _, storage in storages_in((args, kwargs))}
         result = func(*args, **kwargs)
         if func._schema.is_mutable:
@@ -130,15 +129,6 @@ class OperatorLog(TorchDispatchMode):
 
     def _leave_module(self, *_: object) -> None:
         self._running.pop()
-
-
-@functools.cache
-def _warn_about_generator(block: str) -> None:
-    _log.warning(
-        "%s draws random numbers from its own torch.Generator; recomputation would draw different ones, so no block is"
-        " recomputed."
-        " Draw from torch's default generator to allow it.", block,
-    )  # fmt: skip
 
 
 def recomputations(calls: Sequence[LoggedCall], saved_bytes: int, device_type: str) -> tuple[Recomputation, ...]:

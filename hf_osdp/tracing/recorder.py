@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..errors import DescriptionTimeoutError
 from .kernel_scratch import Processors, kernel_scratch
 from .known_values import KnownValues, is_known
 from .memory_tracker import MemoryTracker
-from .repeated import Call, Repeatable, seen_operators
+from .repeated import Repeatable, keyed, seen_operators
 from .tensors import tensors_in
 from .work import PhaseRecord
 
@@ -140,15 +140,15 @@ class Recorder(MemoryTracker):
             args, kwargs = self._known.with_fakes(func, args, kwargs or {}, self._mode)
             self._switch_segment()
             phase = self._current.backward if self._in_backward else self._current.forward
-            call = Call(func, args, kwargs)
-            result = self._repeated(call, phase)
+            key, given = keyed(func, args, kwargs)
+            result = self._repeated(key, given, phase)
             if result is None:
                 work = PhaseRecord()
                 result = super().__torch_dispatch__(func, types, args, kwargs)
                 work.count(func, args, kwargs, result)
                 phase.add(work)
-                if call.key is not None and call.key not in self._seen:
-                    self._seen[call.key] = Repeatable.of(call, result, is_known(func, result), work)
+                if key is not None and key not in self._seen:
+                    self._seen[key] = Repeatable.of(func, given, result, is_known(func, result), work)
             self._note_level(phase)
             scratch = None if self._processors is None else kernel_scratch(func, args, self._processors)
             if scratch is not None:
@@ -165,14 +165,14 @@ class Recorder(MemoryTracker):
             owner.freed.append((self._current, self._storages[key].nbytes))
         super()._forget(key)
 
-    def _repeated(self, call: Call, phase: PhaseRecord) -> object:
+    def _repeated(self, key: object, given: Sequence[torch.Tensor], phase: PhaseRecord) -> object:
         """Make and count an operator's result from an earlier one with the same key; return None if the operator
         has to run.
         """
-        seen = None if call.key is None else self._seen.get(call.key)
-        if seen is None or (seen.is_small and self._known.knows_all(call.storages)):
+        seen = None if key is None else self._seen.get(key)
+        if seen is None or (seen.is_small and self._known.knows_all(given)):
             return None
-        result = seen.repeat(call, self._mode)
+        result = seen.repeat(given, self._mode)
         for tensor in () if seen.is_view else tensors_in(result):
             self._update(tensor.untyped_storage())
         phase.add(seen.work)

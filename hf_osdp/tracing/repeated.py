@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch._ops import OpOverload
@@ -23,46 +23,37 @@ _BY_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-class Call:
-    """An operator call.
+_Spec: TypeAlias = tuple[torch.Size, tuple[int, ...], int | torch.SymInt, torch.dtype]
+"""Shape, strides, storage offset and dtype."""
 
-    Calls with equal `key` have equal results and costs; it is None if these depend on more than shapes.
+
+def keyed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, list[torch.Tensor]]:
+    """Return a key, which calls with equal results and costs share, and a call's tensors; the key is None if these
+    depend on more than shapes.
     """
+    tensors: list[torch.Tensor] = []
+    if func.namespace not in _NAMESPACES or func._schema.is_mutable or func in ASSUMED:
+        return None, tensors
+    try:
+        return (func, _key(args, tensors), _key(tuple(kwargs.items()), tensors) if kwargs else None), tensors
+    except _UnknownTypeError:
+        return None, tensors
 
-    def __init__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.func = func
-        self.tensors: list[torch.Tensor] = []
-        self.storages: list[torch.UntypedStorage] = []
-        self.key: object = None
-        if func.namespace in _NAMESPACES and not func._schema.is_mutable and func not in ASSUMED:
-            try:
-                self.key = (func, self._key(args), self._key(tuple(kwargs.items())) if kwargs else None)
-            except _UnknownTypeError:
-                self.tensors.clear()
 
-    def _key(self, value: Any) -> object:  # noqa: ANN401
-        kind = type(value)
-        if kind is FakeTensor and value.constant is None:
-            storage = value.untyped_storage()
-            self.tensors.append(value)
-            self.storages.append(storage)
-            return value.shape, value.stride(), value.storage_offset(), value.dtype, storage.nbytes()
-        if kind is tuple or kind is list:
-            return kind, *map(self._key, value)
-        if kind not in _PLAIN:
-            raise _UnknownTypeError
-        return kind, value
+def _key(value: Any, tensors: list[torch.Tensor]) -> object:  # noqa: ANN401
+    kind = type(value)
+    if kind is FakeTensor and value.constant is None:
+        tensors.append(value)
+        return *_spec_of(value), value.untyped_storage().nbytes()
+    if kind is tuple or kind is list:
+        return kind, *(_key(item, tensors) for item in value)
+    if kind not in _PLAIN:
+        raise _UnknownTypeError
+    return kind, value
 
 
 class _UnknownTypeError(Exception):
     """An argument of an unknown type."""
-
-
-class _ResultSpec(NamedTuple):
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
 
 
 class Repeatable(NamedTuple):
@@ -71,54 +62,54 @@ class Repeatable(NamedTuple):
     is_view: bool
     kind: type
     """`tuple`, `list`, or the type of a single tensor."""
-    specs: Sequence[_ResultSpec | None]
+    specs: Sequence[_Spec | None]
     is_small: bool
     work: PhaseRecord
 
     @classmethod
-    def of(cls, call: Call, result: Any, is_small: bool, work: PhaseRecord) -> Repeatable | None:  # noqa: ANN401
-        """Describe a result; return None unless it depends only on shapes and is a view of the first argument or
+    def of(
+        cls, func: OpOverload, given: Sequence[torch.Tensor], result: Any, is_small: bool, work: PhaseRecord  # noqa: ANN401
+    ) -> Repeatable | None:  # fmt: skip
+        """Describe a result; return None unless it depends only on shapes and is a view of the first given tensor or
         new plain tensors.
         """
         kind = type(result)
         results = result if kind in (tuple, list) else (result,)
         tensors = [each for each in results if each is not None]
-        by_shapes = (call.tensors or call.func is _EMPTY) and _BY_VALUES.isdisjoint(call.func.tags)
+        by_shapes = (given or func is _EMPTY) and _BY_VALUES.isdisjoint(func.tags)
         if not (by_shapes and tensors and all(map(_is_plain, tensors))):
             return None
-        inputs, outputs = (
-            [storage._cdata for storage in s] for s in (call.storages, map(torch.Tensor.untyped_storage, tensors))
-        )
-        is_view = kind is FakeTensor and outputs == inputs[:1] and result is not call.tensors[0]
+        inputs, outputs = ([each.untyped_storage()._cdata for each in some] for some in (given, tensors))
+        is_view = kind is FakeTensor and outputs == inputs[:1] and result is not given[0]
         is_new = len({*inputs, *outputs}) == len({*inputs}) + len(outputs) and all(map(_fills_its_storage, tensors))
         if not (is_view or is_new):
             return None
-        specs = [
-            None if each is None else _ResultSpec(each.shape, each.stride(), each.storage_offset(), each.dtype)
-            for each in results
-        ]
-        return cls(is_view, kind, specs, is_small, work)
+        return cls(is_view, kind, [None if each is None else _spec_of(each) for each in results], is_small, work)
 
-    def repeat(self, call: Call, mode: FakeTensorMode) -> Any:  # noqa: ANN401
+    def repeat(self, given: Sequence[torch.Tensor], mode: FakeTensorMode) -> Any:  # noqa: ANN401
         """Return the result of a call with the same key."""
-        with torch._C._DisableTorchDispatch():
+
+        def made(
+            shape: torch.Size, stride: tuple[int, ...], offset: int | torch.SymInt, dtype: torch.dtype
+        ) -> FakeTensor:
             if self.is_view:
-                spec = self.specs[0]
-                assert spec is not None
-                view = torch.empty(0, dtype=spec.dtype, device="meta")
-                return FakeTensor(mode, view.set_(call.storages[0], spec.offset, spec.shape, spec.stride), DEVICE)
-            results = [
-                None if spec is None
-                else FakeTensor(mode, torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta"),
-                                DEVICE)
-                for spec in self.specs
-            ]  # fmt: skip
+                empty = torch.empty(0, dtype=dtype, device="meta")
+                return FakeTensor(mode, empty.set_(given[0].untyped_storage(), offset, shape, stride), DEVICE)
+            return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), DEVICE)
+
+        with torch._C._DisableTorchDispatch():
+            results = [None if spec is None else made(*spec) for spec in self.specs]
         return self.kind(results) if self.kind in (tuple, list) else results[0]
+
+
+def _spec_of(tensor: torch.Tensor) -> _Spec:
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
 @functools.cache
 def seen_operators() -> dict[object, Repeatable | None]:
-    """Return the results of operators that ran in this process, by `Call.key`; None for those that must run again.
+    """Return the results of operators that ran in this process, by their calls' keys; None for those that must run
+    again.
 
     They depend only on shapes, so that all traces share them: half of a first trace's time is spent on them.
     """

@@ -53,30 +53,15 @@ def _without_unused(trace: Sequence[SegmentRecord]) -> list[SegmentRecord]:
     return [one if one.copy_of is None else replace(one, copy_of=records[places[id(one.copy_of)]]) for one in records]
 
 
-def held_by_recomputed(plain: Segment, recomputed: Segment) -> Affine:
-    """Return the bytes of a segment between blocks that only recomputed blocks hold, as their input: for example
-    T5's position bias.
-    """
-    return _excess(recomputed.saved_bytes, plain.saved_bytes)
-
-
 def with_sent(kept: list[Segment], sent: list[Segment]) -> list[Segment]:
     """Set the bytes that segments send to the host, and those that this frees on the device: fewer, if other segments
     hold them too.
     """
     return [
         one if other.sent_bytes == Affine()
-        else replace(one, own_saved_bytes=_excess(one.saved_bytes, other.saved_bytes), sent_bytes=other.sent_bytes)
+        else replace(one, own_saved_bytes=excess(one.saved_bytes, other.saved_bytes), sent_bytes=other.sent_bytes)
         for one, other in zip(kept, sent, strict=True)
     ]  # fmt: skip
-
-
-def with_first_sample(segment: Segment, first: Segment) -> Segment:
-    """Return a segment with the plain costs of `first`, whose fit includes the first batch size."""
-    return replace(
-        first, held_bytes=segment.held_bytes, recomputed=segment.recomputed, own_saved_bytes=segment.own_saved_bytes,
-        sent_bytes=segment.sent_bytes,
-    )  # fmt: skip
 
 
 def is_idle(segment: Segment) -> bool:
@@ -96,7 +81,7 @@ def _linear(values: Sequence[float], samples: Samples) -> Affine:
     return Affine(constant=values[0] - slope * samples[0], per_sample=slope)
 
 
-def _excess(one: Affine, other: Affine) -> Affine:
+def excess(one: Affine, other: Affine) -> Affine:
     """Return the difference of two functions, with each negative coefficient set to 0."""
     return Affine(
         constant=max(0.0, one.constant - other.constant), per_sample=max(0.0, one.per_sample - other.per_sample)

@@ -4,7 +4,7 @@ activations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,16 +16,10 @@ from ..planner.affine import Affine
 from ..planner.description import Recomputation, RecomputedSegment, Segment, UnitDescription
 from ..planner.placement import Activations
 from .attention import AttentionCall, Kernel
+from .options import DescribeOptions
 from .recomputation import LoggedCall, recomputations, with_modes, worthwhile
-from .segments import (
-    held_by_recomputed,
-    is_idle,
-    linear_bytes,
-    segments_of,
-    with_first_sample,
-    with_sent,
-)
-from .tracer import TraceOptions, Tracer
+from .segments import excess, is_idle, linear_bytes, segments_of, with_sent
+from .tracer import SAMPLES, Tracer
 
 
 class Trace(NamedTuple):
@@ -47,19 +41,26 @@ class Trace(NamedTuple):
     """Units whose first call has no input that needs a gradient."""
 
 
-def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: Inputs, options: TraceOptions) -> Trace:
+def trace_segments(
+    model: nn.Module, units: Sequence[UnitDescription], inputs: Inputs, run: DescribeOptions, *,
+    block_classes: Sequence[str] = (), blocks: Collection[int] = (), choices: Sequence[Activations] = (),
+) -> Trace:  # fmt: skip
     """Trace a model at a few batch sizes, and fit each cost as a linear function of the batch size.
 
     Args:
         model: real or on the meta device; it is not modified.
         units: the model's units, as `find_units` returns them.
         inputs: a function from a number of samples to keyword arguments of forward, or to the batch of the loss.
-        options: how the model runs.
+        run: how the model runs.
+        block_classes: classes of which the blocks are checkpointed, if the run does that.
+        blocks: indices of units, of one module each, that are also traced under each of the `choices`.
+        choices: of activations beside `SAVE`: `RECOMPUTE` stands for each policy to recompute
+            (`Segment.recomputed`), `OFFLOAD` for all that are saved (`Segment.own_saved_bytes`).
 
     Raise DescriptionError if the traces do not run the same units. Exceptions of the model under fake tensors are
     passed on.
     """
-    tracer, samples = Tracer(model, units, inputs, options), options.samples
+    tracer, samples = Tracer(model, units, inputs, run, block_classes), SAMPLES
     try:
         records = tracer.run(samples)
     except ValueError as error:
@@ -76,10 +77,26 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
             raise DescriptionError("The model runs other units under other treatments of its activations.")
         return again
 
-    found = _with_choices(plain, traced, tracer, options)
+    found, full, logs = plain, None, dict[int, Sequence[LoggedCall]]()
+    fully = dict.fromkeys((unit for unit in blocks if unit not in tracer.changing), Activations.RECOMPUTE)
+    if fully and Activations.RECOMPUTE in choices:
+        full, logs = traced(fully), tracer.recomputed_calls
+    if Activations.OFFLOAD in choices:
+        away = dict.fromkeys(blocks, Activations.OFFLOAD)
+        found = with_sent(plain, traced(away))
+        if full is not None:
+            full = with_sent(full, traced(away | dict.fromkeys(fully, Activations.RECOMPUTE_OFFLOAD)))
+    if full is not None:
+        found = _with_recomputed(found, full, fully, logs, traced, run)
     return Trace(
         segments=tuple(
-            with_first_sample(segment, single)
+            replace(  # costs by all batch sizes
+                single,
+                held_bytes=segment.held_bytes,
+                recomputed=segment.recomputed,
+                own_saved_bytes=segment.own_saved_bytes,
+                sent_bytes=segment.sent_bytes,
+            )
             for segment, single in zip(found, first, strict=True)
             if not is_idle(single)
         ),
@@ -91,42 +108,21 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
     )
 
 
-def _with_choices(
-    plain: list[Segment], traced: Callable[[Mapping[int, Activations]], list[Segment]], tracer: Tracer,
-    options: TraceOptions,
-) -> list[Segment]:  # fmt: skip
-    """Return the segments under each choice of activations."""
-    found, fully, logs = {Activations.SAVE: plain}, dict[int, Activations](), dict[int, Sequence[LoggedCall]]()
-    for choice in options.choices:
-        choices = {unit: tracer.able(unit, choice) for unit in options.blocks}
-        if choice not in choices.values():
-            continue
-        segments = traced(choices)
-        if choice.kept in found:
-            found[choice.kept] = with_sent(found[choice.kept], segments)
-        else:
-            found[choice], fully, logs = segments, choices, tracer.recomputed_calls
-    plain, full = found[Activations.SAVE], found.get(Activations.RECOMPUTE)
-    fully = {unit: choice for unit, choice in fully.items() if choice.recomputes}
-    return plain if full is None else _with_recomputed(plain, full, fully, logs, traced, options)
-
-
 def _with_recomputed(
     plain: list[Segment], full: list[Segment], fully: Mapping[int, Activations],
     logs: Mapping[int, Sequence[LoggedCall]], traced: Callable[[Mapping[int, Activations]], list[Segment]],
-    options: TraceOptions,
+    run: DescribeOptions,
 ) -> list[Segment]:  # fmt: skip
     """Return the segments, each with the traced policies to recompute it that are worth their bytes.
 
     `full` are those of the fully recomputed units, `fully`, whose operators are in `logs`.
     """
-    device_type, samples = options.run.device_type, options.samples[-2]
-    partly = options.run.partial_recomputation and not options.run.compile
+    partly, samples = run.partial_recomputation and not run.compile, SAMPLES[-2]
     policies: dict[int, tuple[Recomputation, ...]] = {}
     for segment, recomputed in zip(plain, full, strict=True) if partly else ():
         if segment.unit in logs and segment.unit in fully:
             saved_bytes = segment.saved_bytes.bytes(samples) - recomputed.saved_bytes.bytes(samples)
-            policies[segment.unit] = recomputations(logs[segment.unit], saved_bytes, device_type)[1:]
+            policies[segment.unit] = recomputations(logs[segment.unit], saved_bytes, run.device_type)[1:]
     traces = [full]
     for number in range(max(map(len, policies.values()), default=0)):
         partially = {
@@ -138,13 +134,14 @@ def _with_recomputed(
     found = []
     for index, segment in enumerate(plain):
         if segment.unit not in fully:
-            found.append(replace(segment, held_bytes=held_by_recomputed(segment, full[index])))
+            # what only recomputed blocks hold, as their input: for example T5's position bias
+            found.append(replace(segment, held_bytes=excess(full[index].saved_bytes, segment.saved_bytes)))
             continue
         tried = (Recomputation(), *policies.get(segment.unit, ()))
         forms = [
-            RecomputedSegment(recomputation=policy, costs=with_modes(run[index], policy))
-            for policy, run in zip(tried, traces, strict=False)
+            RecomputedSegment(recomputation=policy, costs=with_modes(again[index], policy))
+            for policy, again in zip(tried, traces, strict=False)
         ]
-        kept = worthwhile(segment, [form.costs for form in forms], device_type, samples)
+        kept = worthwhile(segment, [form.costs for form in forms], run.device_type, samples)
         found.append(replace(segment, recomputed=tuple(forms[i] for i in kept)))
     return found

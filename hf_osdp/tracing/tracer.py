@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -27,63 +27,47 @@ from ..planner.description import GatherSpan, UnitDescription
 from ..planner.placement import Activations
 from .attention import AttentionCall, Kernel
 from .cuda_kernels import CudaKernels
-from .equal_blocks import EqualCalls, block_key, call_key
+from .equal_blocks import TRACED, RecordedCall, block_key, call_key
 from .fake_model import OutsideReads, fake_copy, stored_tensors_releaser
 from .known_values import KnownValues, on_fake_tensors
 from .memory_tracker import CUDA_BLOCK_BYTES
 from .options import DescribeOptions
 from .recomputation import LoggedCall, OperatorLog
 from .recorder import Recorder, SegmentRecord
-from .segments import (
-    Samples,
-)
+from .segments import Samples
 
+SAMPLES: Samples = (1, 2, 3)
+"""Batch sizes. Costs are lines through the last two, which are consecutive, raised if the first is above the line.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceOptions:
-    """Options of a trace: how the model runs, and what is done to which blocks."""
-
-    run: DescribeOptions
-    checkpointed_blocks: Sequence[str] | None = None
-    """Classes whose activations are recomputed in backward, see `checkpoint_blocks`; None for none."""
-    blocks: Collection[int] = ()
-    """Indices of units, of one module each, that are also traced under each of the `choices`."""
-    choices: Sequence[Activations] = ()
-    """Choices of activations beside `SAVE`: one that recomputes stands for each policy to recompute
-    (`Segment.recomputed`), one on the host comes after the same on the device (`Segment.own_saved_bytes`).
-    """
-    samples: Samples = (1, 2, 3)
-    """Batch sizes. Costs are lines through the last two, which are consecutive, raised if the first of three is above
-    the line.
-
-    A batch of one sample is no good point for a line: expanding a dimension of size 1 copies nothing, so torch runs
-    other code. Other choices than `SAVE` are traced at the last two.
-    """
+A batch of one sample is no good point for a line: expanding a dimension of size 1 copies nothing, so torch runs other
+code. Other choices than `SAVE` are traced at the last two.
+"""
 
 
 class Tracer:
     """Run a fake copy of a model, each time with other choices of its blocks' activations."""
 
     def __init__(
-        self, model: nn.Module, units: Sequence[UnitDescription], inputs: Inputs, options: TraceOptions
-    ) -> None:
-        self._model, self._units, self._options = model, units, options
+        self, model: nn.Module, units: Sequence[UnitDescription], inputs: Inputs, run: DescribeOptions,
+        block_classes: Sequence[str],
+    ) -> None:  # fmt: skip
+        self._model, self._units, self._options = model, units, run
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._deadline_s = time.process_time() + options.run.seconds
-        self._batches = {count: inputs(count) for count in options.samples}
-        self._fake = fake_copy(model, self._mode, options.run.cast_dtype, untie=True).train(options.run.trains)
-        if options.checkpointed_blocks is not None:
-            checkpoint_blocks(self._fake, options.checkpointed_blocks)
+        self._deadline_s = time.process_time() + run.seconds
+        self._batches = {count: inputs(count) for count in SAMPLES}
+        self._fake = fake_copy(model, self._mode, run.cast_dtype, untie=True).train(run.trains)
+        if run.activation_checkpointing:
+            checkpoint_blocks(self._fake, block_classes)
         self._modules = modules_by_name(self._fake)
         self._segments = segment_modules(self._modules, units)
         """The modules whose calls are segments, with the indices of their units."""
         blocks = [(i, module) for i, module in self._segments if units[i].span is GatherSpan.USE]
-        self._keys = {} if options.run.split.operators else {i: block_key(module) for i, module in blocks}
+        self._keys = {} if run.split.operators else {i: block_key(module) for i, module in blocks}
         """Keys by which equal blocks are found, by unit; parts of a block keep inputs from other parts, copies do
         not.
         """
         self._step_names = _step_names(units)
-        self._trains = options.run.trains and any(parameter.requires_grad for parameter in self._fake.parameters())
+        self._trains = run.trains and any(parameter.requires_grad for parameter in self._fake.parameters())
         """Whether a backward runs, for which a parameter must be trainable."""
         self._logs: dict[int, list[list[LoggedCall]]] = {}
         """Operators of recomputed units in the last run: for each batch those of forward, then those of its second
@@ -99,32 +83,26 @@ class Tracer:
         """Bytes of outputs for each batch of the last run."""
         self._recorder: Recorder
         """The recorder of the current batch."""
-        self._calls = EqualCalls()
+        self._calls: dict[Hashable, list[RecordedCall]] = {}
         """The traced calls of equal blocks in the current batch."""
-        self._cuda = CudaKernels(options.run.capability) if options.run.device_type == "cuda" else None
+        self._cuda = CudaKernels(run.capability) if run.device_type == "cuda" else None
         self.kernels: Mapping[Kernel, AttentionCall] = {} if self._cuda is None else self._cuda.found
         self.reads = OutsideReads(self._modules, units)
 
     def run(self, samples: Samples, choices: Mapping[int, Activations] = {}) -> list[list[SegmentRecord]]:
         """Return the segment records of each batch size, with these choices of units' activations."""
         self._logs, self._equal_to, self.output_bytes = {}, {}, []
-        with ExitStack() as stack:
+        running = self._options.running(self._fake, self._model)
+        with host_memory(lambda like: None), self.reads, running, ExitStack() as stack:
             for index, choice in choices.items():
                 block = self._modules[self._units[index].module_names[0]]
                 fully = choice.recomputation is not None and not choice.recomputation.saved_calls
                 stack.enter_context(replaced(block, forward=self._logged(index, block) if fully else block.forward))
                 change_forward(block, choice)
-            stack.enter_context(host_memory(lambda like: None))
-            stack.enter_context(self.reads)
-            stack.enter_context(self._options.run.running(self._fake, self._model))
             self._wrap(stack)
             records = [self._run(self._batches[count]) for count in samples]
         _refuse_fake_gradients(self._model)
         return records
-
-    def able(self, unit: int, choice: Activations) -> Activations:
-        """Return the part of a choice that a unit can do: a second forward would change some buffers twice."""
-        return replace(choice, recomputation=None) if unit in self.changing else choice
 
     @property
     def recomputed_calls(self) -> dict[int, Sequence[LoggedCall]]:
@@ -155,21 +133,16 @@ class Tracer:
         return forward
 
     def _run(self, batch: Mapping[str, Any]) -> list[SegmentRecord]:
-        with ExitStack() as stack:
-            known = KnownValues(alone=True)
-            stack.enter_context(on_fake_tensors(self._mode, known))
-            fakes = known.fakes_of(batch, self._mode, self._options.run.cast_dtype)
-            recorder = self._recorder = Recorder(
-                self._mode, known, deadline_s=self._deadline_s,
-                block_bytes=1 if self._cuda is None else CUDA_BLOCK_BYTES,
-                processors=None if self._cuda is None else self._cuda.processors,
-            )  # fmt: skip
-            self._calls = EqualCalls()
-            stack.enter_context(recorder)
-            if self._cuda is not None:
-                stack.enter_context(self._cuda)
-            stack.enter_context(torch.set_grad_enabled(self._options.run.trains))
-            output = output_of(self._fake, fakes, self._options.run.loss)
+        known = KnownValues(alone=True)
+        recorder = self._recorder = Recorder(
+            self._mode, known, deadline_s=self._deadline_s,
+            block_bytes=1 if self._cuda is None else CUDA_BLOCK_BYTES,
+            processors=None if self._cuda is None else self._cuda.processors,
+        )  # fmt: skip
+        self._calls = defaultdict(list)
+        with on_fake_tensors(self._mode, known, gradients=self._options.trains), recorder, self._cuda or nullcontext():
+            fakes = known.fakes_of(batch, self._mode, self._options.cast_dtype)
+            output = output_of(self._fake, fakes, self._options.loss)
             loss = loss_of(output)
             storages = {
                 storage._cdata: storage.nbytes() for storage in map(torch.Tensor.untyped_storage, tensors_of(output))
@@ -212,23 +185,23 @@ class Tracer:
                 unit, any(getattr(one, "requires_grad", False) for one in tree_leaves((args, kwargs)))
             )
             key = (self._keys[unit], call_key(args, kwargs)) if unit in self._keys else None
-            if (traced := self._calls.find(key)) is not None:
-                recorder.enter(unit, copy_of=traced.note)
-                self._equal_to[unit] = traced.note.unit
-                self.changing |= {unit} if traced.note.unit in self.changing else set()
-                output = traced.replay(args, kwargs, anchor)
+            if len(traced := self._calls[key]) == TRACED:
+                recorder.enter(unit, copy_of=traced[-1].note)
+                self._equal_to[unit] = equal = traced[-1].note.unit
+                self.changing |= {unit} if equal in self.changing else set()
+                output = traced[-1].replay(args, kwargs, anchor)
                 recorder.leave()
                 return output
             record, buffers = recorder.enter(unit), _stored_buffers(module)
             record.release = stored_tensors_releaser(module)
-            args, kwargs = cast_floating((args, kwargs), self._options.run.cast_dtype)
+            args, kwargs = cast_floating((args, kwargs), self._options.cast_dtype)
             output = original(*args, **kwargs)
             recorder.leave()
             if any(a is not b or v != w for (a, v), (b, w) in zip(buffers, _stored_buffers(module), strict=True)):
                 self.changing.add(unit)
             record.sent_bytes = getattr(original, "sent_bytes", 0)
-            if key is not None:
-                self._calls.add(key, args, kwargs, output, record)
+            if key is not None and (call := RecordedCall.of(args, kwargs, output, record)) is not None:
+                traced.append(call)
             return output
 
         return forward

@@ -42,7 +42,7 @@ class HostTracker(MemoryTracker):
         self._host_bytes = self.host_peak_bytes = 0
 
     def reset_peak(self) -> None:
-        super().reset_peak()
+        self.peak_bytes = self.current_bytes
         self.host_peak_bytes = self._host_bytes
 
     def track(self, tensors: Iterable[torch.Tensor | None], place: Place = Place.DEVICE) -> None:

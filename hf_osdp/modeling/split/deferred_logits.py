@@ -95,12 +95,8 @@ class DeferredLogits:
         if func is F.cross_entropy:
             bound = _CROSS_ENTROPY.bind(*args, **given)
             bound.apply_defaults()
-            found = (
-                bound.arguments["input"]._cross_entropy(**bound.arguments)
-                if isinstance(bound.arguments["input"], cls)
-                else None
-            )
-            if found is not None:
+            logits = bound.arguments.pop("input")
+            if isinstance(logits, cls) and (found := logits._cross_entropy(**bound.arguments)) is not None:
                 return found
         if func is torch.tanh and len(args) == 1 and not given:
             return args[0].tanh()

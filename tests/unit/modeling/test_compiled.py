@@ -15,6 +15,8 @@ from hf_osdp.modeling.wrapping import recompute
 from hf_osdp.planner.block_forms import BlockForms
 from hf_osdp.tracing.describe import describe
 
+WITHOUT_CODE = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+"""Dynamo and the partitioner alone."""
 NORMED = BlockForms(compiled_classes=("Normed",))
 
 
@@ -37,9 +39,8 @@ def block() -> nn.Module:
 
 @pytest.mark.parametrize("generates_code", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_batch_norm_in_compiled_block_counts_each_batch_once(block, generates_code, monkeypatch):
-    if not generates_code:  # dynamo and the partitioner alone
-        without_code = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
-        monkeypatch.setattr(torch, "compile", lambda forward, **_: without_code(forward))
+    if not generates_code:
+        monkeypatch.setattr(torch, "compile", WITHOUT_CODE)
     compiled = copy.deepcopy(block)
     compile_blocks(compiled, NORMED)
     for seed in range(2):
@@ -66,8 +67,7 @@ def test_copies_with_compiled_blocks_run_their_own_weights(block, copied, monkey
 
 
 def test_recomputed_compiled_block_saves_its_input_and_has_the_same_gradients(monkeypatch):
-    without_code = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
-    monkeypatch.setattr(torch, "compile", lambda forward: without_code(forward))
+    monkeypatch.setattr(torch, "compile", WITHOUT_CODE)
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)).double()
     compiled = copy.deepcopy(plain)

@@ -58,10 +58,8 @@ def test_possible_splits_are_the_loss_in_chunks_but_in_fp16_and_large_operators(
     splits = possible_splits(llama, described)
     assert ModelSplit(operators=True) in splits and WHOLE_BLOCKS not in splits and len(set(splits)) == len(splits)
     assert {split.loss_chunks for split in splits} == {1, 8}
-    for whole in (
-        possible_splits(llama, described, vocabulary=False),
-        possible_splits(llama, replace(described, compute_dtype=DType.FLOAT16)),
-    ):
+    in_half = replace(described, compute_dtype=DType.FLOAT16)
+    for whole in (possible_splits(llama, described, vocabulary=False), possible_splits(llama, in_half)):
         assert {split.loss_chunks for split in whole} == {1}
     assert possible_splits(llama, described, operators=False) == (ModelSplit(loss_chunks=8),)
     sizes = {name: p.numel() for name, p in llama.named_parameters()}
@@ -82,11 +80,9 @@ def test_split_model_has_as_many_operations(llama, described):
     split = ModelSplit(operators=True, sliced=(OperatorSplit(fqn="model.layers.0.mlp.down_proj", slices=4),))
     other = describe(llama, sequence_length=12, split=split, recomputation=False)
     assert other.split == split and other.numel == described.numel
-    counts = [
-        sum(s.forward.matmul_flops(2) + s.backward.matmul_flops(2) for s in description.segments)
-        for description in (described, other)
-    ]
-    assert counts[0] == pytest.approx(counts[1])
+    phases = ([phase for s in one.segments for phase in (s.forward, s.backward)] for one in (described, other))
+    whole, parts = (sum(phase.matmul_flops(2) for phase in some) for some in phases)
+    assert whole == pytest.approx(parts)
 
 
 HARDWARE = bare_preset("cpu", devices_per_node=4)

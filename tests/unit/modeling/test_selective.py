@@ -10,13 +10,14 @@ from torch import nn
 
 from hf_osdp.modeling import selective
 from hf_osdp.modeling.batch import training_batch
+from hf_osdp.modeling.replaced import replaced
 from hf_osdp.modeling.wrapping import recomputation_of, recompute
 from hf_osdp.planner.description import Recomputation
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.training_job import TrainingJob
 from hf_osdp.tracing.describe import describe
-from hf_osdp.tracing.recomputation import LoggedCall, OperatorLog, _warn_about_generator
+from hf_osdp.tracing.recomputation import LoggedCall, OperatorLog
 from tests.helpers.architectures import tiny_architecture
 from tests.helpers.problems import problem
 
@@ -32,20 +33,17 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 def saveable(block: nn.Module, run) -> list[LoggedCall]:
     """Operators of a block whose outputs can be saved."""
-    original, logs = block.forward, []
+    original, log = block.forward, OperatorLog(block)
 
     def forward(*args, **kwargs):
-        log = OperatorLog(block)
         with log:
             output = original(*args, **kwargs)
         log.returned(output)
-        logs.append(log)
         return output
 
-    block.forward = forward
-    run()
-    block.forward = original
-    return [call for call in logs[0].calls if call.saved_bytes]
+    with replaced(block, forward=forward):
+        run()
+    return [call for call in log.calls if call.saved_bytes]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -207,8 +205,6 @@ class Drawing(nn.Module):
 
 
 def test_blocks_with_a_generator_of_their_own_are_not_recomputed(caplog):
-    _warn_about_generator.cache_clear()
-
     def described(generator: torch.Generator | None):
         options = {"inputs": lambda count: {"input": torch.zeros(count, 4, 8)}, "block_classes": ["Drawing"]}
         options["loss"] = lambda model, batch: model(**batch).mean()
@@ -217,9 +213,8 @@ def test_blocks_with_a_generator_of_their_own_are_not_recomputed(caplog):
     assert any(described(None).recomputations) and not caplog.records
     found = described(torch.Generator())
     assert not any(found.recomputations)
-    said = [record.getMessage() for record in caplog.records]
-    message = "Drawing draws random numbers from its own torch.Generator; recomputation would draw different ones, so"
-    assert f"{message} no block is recomputed. Draw from torch's default generator to allow it." in said
+    assert "No block of Sequential can recompute: DescriptionError: Drawing draws random numbers" in caplog.text
+    assert "would draw different ones. Draw from torch's default generator to allow it" in caplog.text
     job = TrainingJob(global_batch_size=2, recompute=True)
     with pytest.raises(ValueError, match="recompute=True, but no block of this model can be recomputed"):
         search(problem(found, preset("cpu", devices_per_node=2), job))

@@ -60,16 +60,10 @@ def test_large_tables_outside_of_blocks_are_units():
 
 
 def test_input_embedding_that_is_a_list_is_no_unit():
-    class OfCodebooks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed_tokens = nn.ModuleList(nn.Embedding(9, 4) for _ in range(3))
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-        def get_input_embeddings(self) -> nn.Module:
-            return self.embed_tokens
-
-    assert "embed_tokens" not in {unit.fqn for unit in find_units(OfCodebooks())}
+    books, layers = (nn.ModuleList(kind(9, 4) for _ in range(3)) for kind in (nn.Embedding, nn.Linear))
+    model = nn.ModuleDict({"embed_tokens": books, "layers": layers})
+    model.get_input_embeddings = lambda: books
+    assert "embed_tokens" not in {unit.fqn for unit in find_units(model)}
 
 
 def test_tied_parameters_are_listed_with_all_their_names(meta_model):
@@ -82,6 +76,12 @@ def test_tied_parameters_are_listed_with_all_their_names(meta_model):
     assert "cls.predictions.transform.dense.weight" in [p.name for p in tied.parameters]
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
 class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -89,29 +89,17 @@ class Stack(nn.Module):
         self.head = nn.Linear(4, 2)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
-
-
 class Inner(nn.Linear):
     pass
-
-
-class PartsNamed(nn.Module):
-    _no_split_modules = ("Inner",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(Inner(2, 2), nn.Linear(2, 2)) for _ in range(3))
 
 
 def test_plain_modules_split_at_lists_and_nested_count_once():
     names = ["", "blocks.0", "blocks.1", "blocks.2"]
     assert [u.fqn for u in find_units(Stack())] == names
     assert [u.fqn for u in find_units(Stack(), ["Block", "Linear"])] == [*names, "head"]
-    assert [u.fqn for u in find_units(PartsNamed())] == ["", "layers.0", "layers.1", "layers.2"]
+    parts = nn.ModuleDict({"blocks": nn.ModuleList(nn.Sequential(Inner(2, 2), nn.Linear(2, 2)) for _ in range(3))})
+    parts._no_split_modules = ("Inner",)
+    assert [u.fqn for u in find_units(parts)] == names
     stages = nn.ModuleList(nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)) for _ in range(2))
     found = find_units(nn.ModuleDict({"stages": stages}))  # a list has no forward, which FSDP2 needs
     assert [u.fqn for u in found if u.fqn] == [f"stages.{stage}.{layer}" for stage in (0, 1) for layer in (0, 1)]
@@ -124,21 +112,23 @@ def test_names_are_canonical_through_checkpoint_wrappers():
     assert canonical_name("blocks.0._checkpoint_wrapped_module.inner.weight") == "blocks.0.inner.weight"
 
 
-def test_module_in_two_blocks_is_a_unit_for_the_whole_step():
-    model = Stack()
+def share_module(model: Stack) -> None:
     model.blocks[1].inner = model.blocks[0].inner
     model.other, model.activation = model.blocks, nn.ReLU()
-    units = {u.fqn: u for u in find_units(model, ["Block"])}
-    assert {fqn: unit.span for fqn, unit in units.items() if "inner" in fqn} == {"blocks.0.inner": GatherSpan.STEP}
-    assert [p.name for p in units["blocks.0.inner"].parameters] == ["blocks.0.inner.weight", "blocks.0.inner.bias"]
-    assert [p.name for p in units["blocks.1"].parameters] == ["blocks.1.outer.weight", "blocks.1.outer.bias"]
 
 
-def test_tie_between_blocks_is_a_unit_for_the_whole_step():
-    model = Stack()
-    model.blocks[2].outer.weight = model.blocks[0].inner.weight
-    units = {u.fqn: u for u in find_units(model, ["Block"])}
-    tied = units["blocks.0.inner+blocks.2.outer"]
-    assert tied.span is GatherSpan.STEP
-    assert {p.name for p in tied.parameters} == {"blocks.0.inner.weight", "blocks.0.inner.bias", "blocks.2.outer.bias"}
-    assert {p.name for p in units["blocks.2"].parameters} == {"blocks.2.inner.weight", "blocks.2.inner.bias"}
+def share_weight(model: Stack) -> None:
+    model.blocks[1].outer.weight = model.blocks[0].inner.weight
+
+
+@pytest.mark.parametrize(("share", "fqn", "held", "left"), [
+    (share_module, "blocks.0.inner", ["0.inner.weight", "0.inner.bias"], ["1.outer.weight", "1.outer.bias"]),
+    (share_weight, "blocks.0.inner+blocks.1.outer", ["0.inner.weight", "0.inner.bias", "1.outer.bias"],
+     ["1.inner.weight", "1.inner.bias"]),
+])  # fmt: skip
+def test_what_two_blocks_share_is_a_unit_for_the_whole_step(share, fqn, held, left):
+    share(model := Stack())
+    units = {unit.fqn: unit for unit in find_units(model, ["Block"])}
+    assert [name for name, unit in units.items() if unit.span is GatherSpan.STEP] == ["", fqn]
+    for name, wanted in ((fqn, held), ("blocks.1", left)):
+        assert [p.name.removeprefix("blocks.") for p in units[name].parameters] == wanted

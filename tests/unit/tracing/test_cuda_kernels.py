@@ -101,6 +101,7 @@ def test_grouped_heads_in_float32_save_every_score_and_say_so(configuration, cap
     llama, options = configuration("LlamaForCausalLM"), {"device_type": "cuda", "recomputation": False}
     with caplog.at_level(logging.WARNING):
         trace = describe(llama, sequence_length=32, **options).trace
+    assert trace.startswith("fake tensors, device cuda") and "(compute capability 8.6 assumed)" in trace
     assert "attention sdpa by math kernel" in trace and "which saves every score" in trace
     assert "saves 2 x 32 x 32 scores" in caplog.text and "train in bf16 or fp16" in caplog.text
     caplog.clear()

@@ -20,10 +20,11 @@ from hf_osdp.tracing.memory_tracker import MemoryTracker
 from hf_osdp.tracing.options import DescribeOptions
 from hf_osdp.tracing.recorder import Recorder
 from hf_osdp.tracing.trace import trace_segments
-from hf_osdp.tracing.tracer import TraceOptions
+from hf_osdp.tracing.work import PhaseRecord
 from tests.helpers.architectures import tiny_config
 from tests.helpers.sampling import slow_but
 
+aten = torch.ops.aten
 TOKENS = 24
 CHANGES = {
     "GPT2LMHeadModel": {"n_embd": 64, "n_layer": 4}, "BertForMaskedLM": {"max_position_embeddings": TOKENS},
@@ -44,8 +45,8 @@ def meta_model(name: str) -> nn.Module:
 def traced(model: nn.Module, *, blocks=(), **run):
     """Units, and segments of a trace with each basic policy of these blocks."""
     units, run = find_units(model), DescribeOptions(sequence_length=TOKENS, **run)
-    options = TraceOptions(run=run, samples=(1, 2, 3), blocks=blocks, choices=Activations.BASIC[1:])
-    return units, trace_segments(model, units, training_batch(model, TOKENS), options).segments
+    options = {"blocks": blocks, "choices": Activations.BASIC[1:] if blocks else ()}
+    return units, trace_segments(model, units, training_batch(model, TOKENS), run, **options).segments
 
 
 @pytest.mark.parametrize(
@@ -98,6 +99,13 @@ def test_matmul_flops_are_those_of_torchs_counter():
         model(**training_batch(model, TOKENS)(2)).loss.backward()
     found = sum(s.forward.matmul_flops(2) + s.backward.matmul_flops(2) for s in segments)
     assert found == pytest.approx(counter.get_total_flops())
+
+
+def test_operators_that_run_kernels_count_more_than_views():
+    record, matrix = PhaseRecord(), torch.ones(4, 4)
+    for func, args in ((aten.mm, (matrix, matrix)), (aten.t, (matrix,)), (aten.empty_like, (matrix,))):
+        record.count(func.default, args, {}, matrix)
+    assert record.operators == 1.75 + 2 * 0.75
 
 
 def test_trace_leaves_model_and_random_states_as_they_are():
