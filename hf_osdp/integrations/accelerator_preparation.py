@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -15,17 +16,21 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ..distributed.mesh import world_size
+from ..errors import refuse_first
 from ..measurement.step_meter import Observation, StepMeter
 from ..modeling.build import checkpoint_blocks
 from ..modeling.replaced import replaced
 from ..modeling.units import refuse_changed
+from ..planner.optimizers import upper_bound
 from ..planner.plan import Plan
 from ..planner.training_job import OptimizerSpec, Precision
 from ..preparation.announce import announce_result, plan_and_announce
 from ..preparation.beside import ModelsBeside
 from ..preparation.config import OSDPConfig
+from ..preparation.job import Job, RunFolder
 from ..preparation.out_of_memory import OutOfMemoryHandler
 from ..preparation.plan_run import PlannedRun
+from ..preparation.samples import batches_of_loader, lengths_of_loader, loop_options
 from ..sharding.apply import apply_plan, refuse_hooks
 from ..sharding.environment import (
     apply_tied,
@@ -36,9 +41,11 @@ from ..sharding.environment import (
     uses_host,
 )
 from ..sharding.gradients import OSDPGradScaler
+from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import (
     bind_optimizer,
     parameter_names,
+    reason_against_unit_steps,
     rebind_parameters,
     release_parameters,
     step_by_device,
@@ -48,7 +55,6 @@ from ..sharding.optimizers import bare_optimizer, kind_of
 from ..sharding.replicas import is_under_plan
 from ..sharding.state import free_gathered, load_full_state_dict
 from .checkpoints import AcceleratorCheckpoints
-from .loop_facts import batch_size, for_accumulation, job_of_loop
 from .plugin import OSDPPlugin, refuse_compiled
 
 T = TypeVar("T")
@@ -120,19 +126,104 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         loader: DataLoader[Any] | None = None,
     ) -> int:
         """Make the plan, print it and use it; return its accumulation steps."""
-        job = job_of_loop(self, model, config, optimizers, loader)
+        job = self._job(model, config, optimizers, loader)
         prepare_model(model, job.precision)
         run = plan_and_announce(model, job)
         self.use_plan(run)
         self._waits_for_loader, self._waits_for_cuts = loader is None, job.cuts_by_length
         return 1 if job.cuts_by_length else run.plan.accumulation_steps
 
+    def _job(
+        self,
+        model: nn.Module,
+        config: OSDPConfig,
+        optimizers: Sequence[torch.optim.Optimizer | OptimizerSpec | None],
+        loader: DataLoader[Any] | None,
+    ) -> Job:
+        """Return the job of this loop with the batches of its training loader, without one with those of the options.
+        Collective.
+        """
+        refuse_compiled(model)
+        inputs = None
+        if loader is not None:
+            inputs, length = batches_of_loader(loader, model, config.sequence_length)
+            config = replace(self._for_batches(config, loader), sequence_length=length)
+        config = loop_options(config, model, known=inputs is not None)
+        refuse_first({
+            "The sequence length is not known; give OSDPConfig(sequence_length=...) or accelerator.plan(...).":
+                config.sequence_length is None,
+            "The batch size is not known; give prepare a DataLoader, or give OSDPConfig(global_batch_size=...).":
+                config.global_batch_size is None,
+        })  # fmt: skip
+        if self.gradient_state.plugin_kwargs.get("sync_each_batch", False):
+            config = replace(config, reduce_every_micro_step=True)
+        device_type, project = self.device.type, self.project_configuration
+        made = _of_type(optimizers, torch.optim.Optimizer)
+        specs = [
+            one if isinstance(one, OptimizerSpec) else spec_of_optimizer(one, device_type=device_type)
+            for one in optimizers or [None]
+        ]
+        folder = None
+        if project.project_dir is not None:
+            saves = bool(project.automatic_checkpoint_naming)
+            folder = RunFolder(path=Path(project.project_dir) / ("checkpoints" if saves else ""), saves=saves)
+        return Job(
+            config=config,
+            world_size=self.num_processes,
+            device_type=device_type,
+            precision=self.precision,
+            optimizer=upper_bound(specs),
+            inputs=inputs,
+            cuts_by_length=bool(config.batch_by_tokens),
+            lengths=None if loader is None else lengths_of_loader(loader, config.sequence_length),
+            holds_outputs=True,  # as the usual loop does: `out = model(**batch); accelerator.backward(out.loss)`
+            activation_checkpointing=bool(self.plugin.activation_checkpointing),
+            against_unit_steps=next(filter(None, map(reason_against_unit_steps, made)), None),
+            trains=any(optimizers),
+            **self.beside.facts(model),
+            folder=folder,
+        )
+
+    def _for_batches(self, config: OSDPConfig, loader: DataLoader[Any]) -> OSDPConfig:
+        """Return the options with the sizes of the training loader's batches."""
+        size, steps, ranks = self._batch_size(loader), self.gradient_accumulation_steps, self.num_processes
+        micro, by_tokens, asked = config.micro_batch_size, config.batch_by_tokens, config.global_batch_size
+        samples = asked if size is None else size * ranks * steps
+        refuse_first({
+            f"gradient_accumulation_steps={steps}, but with batch_by_tokens=True each batch is a whole step; set it to"
+            " 1.": by_tokens and steps != 1,
+            f"micro_batch_size={micro}, but the DataLoader's batches hold {size}; make them agree.":
+                not by_tokens and micro not in (None, size),
+            f"global_batch_size={asked}, but batches of {size} on {ranks} processes with {steps} accumulation steps"
+            f" make {samples}; make them agree.": asked not in (None, samples),
+        })  # fmt: skip
+        return replace(config, micro_batch_size=micro if by_tokens else size, global_batch_size=samples)
+
+    def _for_accumulation(self) -> OSDPConfig:
+        """Return the options with the micro-batch size that fills the loop's accumulation steps, if they leave it
+        open.
+        """
+        config, steps, ranks = self.config, self.gradient_accumulation_steps, self.num_processes
+        samples, chosen = config.global_batch_size, config.plan or config.micro_batch_size or config.batch_by_tokens
+        if samples is None or chosen:
+            return config
+        refuse_first({
+            f"global_batch_size={samples} is not a multiple of {ranks} processes x {steps} accumulation steps; make"
+            " them agree.": samples % (ranks * steps)
+        })  # fmt: skip
+        return replace(config, micro_batch_size=samples // (ranks * steps))
+
+    def _batch_size(self, loader: DataLoader[Any]) -> int | None:
+        """Return the samples per process in one batch of a loader; None if the loader does not say."""
+        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        return size if size is None or not self.split_batches else size // self.num_processes
+
     def _plan_for_accumulation(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Make the plan for the loop's accumulation, which a given plan or micro-batch size sets where the loop leaves
         it at 1.
         """
         steps = self.gradient_accumulation_steps
-        planned = self._make_plan(model, for_accumulation(self.config, self), optimizers)
+        planned = self._make_plan(model, self._for_accumulation(), optimizers)
         if steps not in (1, planned):
             raise ValueError(
                 f"gradient_accumulation_steps={steps}, but the plan accumulates {planned} micro-batches; make them"
@@ -174,7 +265,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
 
     def _check_loader(self, loader: DataLoader[Any]) -> None:
         """Refuse the first loader, which is for training, with another batch size than the plan's."""
-        size, plan = batch_size(self, loader), self._planned.plan
+        size, plan = self._batch_size(loader), self._planned.plan
         planned = plan.samples_per_rank if self.config.batch_by_tokens else plan.micro_batch_size
         if size not in (None, planned):
             raise ValueError(

@@ -31,6 +31,7 @@ from ..preparation.beside import ModelsBeside
 from ..preparation.config import OSDPConfig, merged_config
 from ..preparation.job import Job
 from ..preparation.out_of_memory import OutOfMemoryHandler
+from ..preparation.samples import loop_options
 from ..sharding.apply import apply_plan
 from ..sharding.environment import form_process_group, move_to_device, mp_policy, prepare_model, training_device
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
@@ -40,7 +41,7 @@ from ..sharding.optimizer_steps import bind_optimizer, prepare_new_optimizers
 from ..sharding.optimizers import kind_of
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.steps import micro_step
-from .loop_facts import loop_options
+from .plugin import refuse_compiled
 
 
 class OptimalShardedDataParallel(nn.Module):
@@ -106,6 +107,7 @@ class OptimalShardedDataParallel(nn.Module):
         """
         super().__init__()
         say_uncaught_once()
+        refuse_compiled(model)
         config = loop_options(merged_config(config), model)
         _check(config, optimizer)
         form_process_group(needed=False)

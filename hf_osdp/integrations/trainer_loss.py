@@ -5,6 +5,7 @@ decided by what it divides by.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
@@ -15,7 +16,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from ..distributed.consensus import on_rank_zero
 from ..errors import InfeasibleError
@@ -33,9 +35,9 @@ from ..sharding.replicas import is_under_plan
 from ..tracing.fake_model import rebound
 from ..tracing.loss_kind import LossKind, find_loss_kind
 from ..tracing.tensors import fake_like
-from .trainer_arguments import samples_of_step, warn
 from .trainer_checkpoints import TrainerCheckpoints
 
+_log = logging.getLogger(__name__)
 _DATA = ("train_dataset", "eval_dataset")
 _TOKENS = 16
 """Tokens of the rows on which the loss is examined."""
@@ -91,6 +93,41 @@ class MicroBatchRule:
             if self.kept is not None:
                 error.args = (f"{error} {self.kept}",)
             raise
+
+
+def warn(args: TrainingArguments, line: str, *values: object) -> None:
+    """Log a warning on rank 0."""
+    if args.process_index == 0:
+        _log.warning(line, *values)
+
+
+def samples_of_step(args: TrainingArguments) -> int:
+    """Return the samples of one optimizer step over all processes; `split_batches` divides each batch among them."""
+    batch, parts = args.per_device_train_batch_size, parts_of_batch(args)
+    if batch % parts:
+        raise ValueError(
+            f"split_batches=True cannot split batches of {batch} over {parts} processes; use a"
+            f" per_device_train_batch_size that is a multiple of {parts}."
+        )
+    return batch * args.gradient_accumulation_steps * args.world_size // parts
+
+
+def parts_of_batch(args: TrainingArguments) -> int:
+    """Return over how many processes a batch of the arguments' size is split."""
+    assert isinstance(args.accelerator_config, AcceleratorConfig)
+    return args.world_size if args.accelerator_config.split_batches else 1
+
+
+def planned_arguments(args: TrainingArguments, size: int, count: int) -> dict[str, object]:
+    """Return the arguments with which the stock Trainer loads batches of `size` samples for each process, `count` of
+    them in a step, and neither searches for a batch size nor compiles the whole model.
+    """
+    return {
+        "per_device_train_batch_size": size * parts_of_batch(args),
+        "gradient_accumulation_steps": count,
+        "auto_find_batch_size": False,
+        "torch_compile": False,
+    }
 
 
 def micro_batch_rule(

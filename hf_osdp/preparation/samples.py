@@ -229,10 +229,13 @@ def lengths_of_loader(loader: DataLoader[Any], longest: int | None) -> Lengths |
     return None if found is None or longest is None else found.unequal(longest)
 
 
-def with_length_of_inputs(config: OSDPConfig, model: nn.Module, *, known: bool = False) -> OSDPConfig:
-    """Return the options with the tokens of a row of the user's own `inputs`, 1 if these have none. Unless the inputs
-    are `known`, raise ValueError for a model of which nothing says them.
+def loop_options(config: OSDPConfig, model: nn.Module, *, known: bool = False) -> OSDPConfig:
+    """Return a loop's options with the tokens of a row of the user's own `inputs`, 1 if these have none.
+
+    Raises:
+        ValueError: the model cannot have batch_by_tokens, or nothing says its inputs, which are not `known`.
     """
+    refuse_lengths(config, model)
     if config.inputs is None and getattr(model, "config", None) is None and config.plan is None and not known:
         raise ValueError(
             f"The inputs of {type(model).__name__} are not known; give OSDPConfig(inputs=...), a function from a"

@@ -132,7 +132,7 @@ DAILY = (
 
 def evaluated(case: Case, folder: str) -> tuple[int, int, str, int, str]:
     """Train one step and evaluate; return the estimated and the measured peak of the evaluation, the
-    moment, the room for tensors, and what was changed to fit."""
+    moment, the room for tensors, and the line that is printed."""
     kind = transformers.Seq2SeqTrainingArguments if case.generates else transformers.TrainingArguments
     asked = {"predict_with_generate": True} if case.generates else {}
     args = kind(
@@ -161,7 +161,7 @@ def evaluated(case: Case, folder: str) -> tuple[int, int, str, int, str]:
     trainer.train()
     fitted = trainer._run.evaluation
     nbytes, moment = fitted.model.peak(fitted.loop)
-    return nbytes, measured[-1], moment, fitted.room_bytes, fitted.changes
+    return nbytes, measured[-1], moment, fitted.room_bytes, fitted.line
 
 
 @pytest.mark.parametrize("name", slow_but(CASES, daily=DAILY))
@@ -169,8 +169,8 @@ def test_evaluation_takes_what_the_estimate_says(tmp_path, name):
     case = CASES[name]
     env = {} if case.generates else MEMORY_ALONE  # tokens say when it ends
     memory = {"memory": case.limit.removesuffix("iB"), "env": env, "joins": False}
-    for estimated, measured, moment, room, changes in on_devices(evaluated, case.ranks, case, str(tmp_path), **memory):
+    for estimated, measured, moment, room, line in on_devices(evaluated, case.ranks, case, str(tmp_path), **memory):
         print(f"{name}: {estimated / 2**20:.1f} MiB estimated, {measured / 2**20:.1f} measured, in {moment}")
         assert -0.01 <= estimated / measured - 1 <= 0.03
         assert measured <= room
-        assert ("parts" in changes, "eval_accumulation_steps" in changes) == (case.parts, case.moves)
+        assert ("parts" in line, "eval_accumulation_steps" in line) == (case.parts, case.moves)

@@ -15,8 +15,7 @@ from transformers import TrainingArguments
 
 from hf_osdp import OSDPAccelerator, Trainer
 from hf_osdp.integrations.accelerator import plugin_for, precision_of
-from hf_osdp.integrations.plugin import OSDPPlugin
-from hf_osdp.integrations.trainer_arguments import plugin_options, requested_options
+from hf_osdp.integrations.plugin import OSDPPlugin, plugin_options, requested_options
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.training_job import Precision
 from hf_osdp.preparation.config import OSDPConfig

@@ -13,8 +13,8 @@ from datasets import Dataset
 from torch import nn
 
 from hf_osdp.errors import PreflightError
-from hf_osdp.integrations.evaluation import generation_of
 from hf_osdp.integrations.trainer import Trainer, with_osdp
+from hf_osdp.integrations.trainer_facts import generation_of
 
 LENGTH, NEW = 12, 9
 
@@ -89,7 +89,7 @@ def test_evaluation_is_refused_before_training_with_a_batch_size_that_fits(tmp_p
         again = {**asked, "per_device_eval_batch_size": size if fits else size + 1}
         trainer = trainer_of(tmp_path, transformers.LlamaForCausalLM(wide), data, limit="30MiB", **again)
         if fits:
-            assert trainer.plan is not None and not trainer._run.evaluation.changes.startswith("; to fit, eval_acc")
+            assert trainer.plan is not None and "; to fit, eval_acc" not in trainer._run.evaluation.line
         else:
             with pytest.raises(PreflightError, match=f"batches of {size + 1} needs"):
                 trainer.plan  # noqa: B018

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from hf_osdp.preparation.config import OSDPConfig
-from hf_osdp.preparation.samples import batches_of_loader, find_batches, find_lengths, with_length_of_inputs
+from hf_osdp.preparation.samples import batches_of_loader, find_batches, find_lengths, loop_options
 
 
 def pad(samples):
@@ -101,8 +101,8 @@ def test_own_inputs_say_the_length_of_a_row_also_without_tokens():
     model = torch.nn.Linear(2, 2)
     for name, length in (("input", 1), ("input_ids", 8)):
         config = OSDPConfig(inputs=lambda samples, name=name: {name: torch.zeros(samples, 8, dtype=torch.long)})
-        assert with_length_of_inputs(config, model).sequence_length == length
-    assert with_length_of_inputs(OSDPConfig(), model, known=True).sequence_length is None
+        assert loop_options(config, model).sequence_length == length
+    assert loop_options(OSDPConfig(), model, known=True).sequence_length is None
 
 
 def test_largest_of_several_datasets_is_found():
