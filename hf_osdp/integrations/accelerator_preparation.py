@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,8 +56,6 @@ from ..sharding.replicas import is_under_plan
 from ..sharding.state import free_gathered, load_full_state_dict
 from .checkpoints import AcceleratorCheckpoints
 from .plugin import OSDPPlugin, refuse_compiled
-
-T = TypeVar("T")
 
 
 class AcceleratorPreparation(AcceleratorCheckpoints):
@@ -158,7 +156,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         if self.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             config = replace(config, reduce_every_micro_step=True)
         device_type, project = self.device.type, self.project_configuration
-        made = _of_type(optimizers, torch.optim.Optimizer)
+        made = [one for one in optimizers if isinstance(one, torch.optim.Optimizer)]
         specs = [
             one if isinstance(one, OptimizerSpec) else spec_of_optimizer(one, device_type=device_type)
             for one in optimizers or [None]
@@ -199,31 +197,25 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         })  # fmt: skip
         return replace(config, micro_batch_size=micro if by_tokens else size, global_batch_size=samples)
 
-    def _for_accumulation(self) -> OSDPConfig:
-        """Return the options with the micro-batch size that fills the loop's accumulation steps, if they leave it
-        open.
-        """
-        config, steps, ranks = self.config, self.gradient_accumulation_steps, self.num_processes
-        samples, chosen = config.global_batch_size, config.plan or config.micro_batch_size or config.batch_by_tokens
-        if samples is None or chosen:
-            return config
-        refuse_first({
-            f"global_batch_size={samples} is not a multiple of {ranks} processes x {steps} accumulation steps; make"
-            " them agree.": samples % (ranks * steps)
-        })  # fmt: skip
-        return replace(config, micro_batch_size=samples // (ranks * steps))
-
     def _batch_size(self, loader: DataLoader[Any]) -> int | None:
         """Return the samples per process in one batch of a loader; None if the loader does not say."""
         size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
         return size if size is None or not self.split_batches else size // self.num_processes
 
     def _plan_for_accumulation(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Make the plan for the loop's accumulation, which a given plan or micro-batch size sets where the loop leaves
-        it at 1.
+        """Make the plan for the loop's accumulation, with the micro-batch size that fills it if the options leave it
+        open; a given plan or micro-batch size sets the accumulation where the loop leaves it at 1.
         """
-        steps = self.gradient_accumulation_steps
-        planned = self._make_plan(model, self._for_accumulation(), optimizers)
+        config, steps, ranks = self.config, self.gradient_accumulation_steps, self.num_processes
+        samples, chosen = config.global_batch_size, config.plan or config.micro_batch_size or config.batch_by_tokens
+        if samples is not None and not chosen:
+            if samples % (ranks * steps):
+                raise ValueError(
+                    f"global_batch_size={samples} is not a multiple of {ranks} processes x {steps} accumulation"
+                    " steps; make them agree."
+                )
+            config = replace(config, micro_batch_size=samples // (ranks * steps))
+        planned = self._make_plan(model, config, optimizers)
         if steps not in (1, planned):
             raise ValueError(
                 f"gradient_accumulation_steps={steps}, but the plan accumulates {planned} micro-batches; make them"
@@ -233,8 +225,8 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:  # noqa: ANN401  as stock
         """Prepare as `Accelerator.prepare`; a model may also come without an optimizer, for evaluation."""
-        models, loaders = _of_type(args, nn.Module), _of_type(args, DataLoader)
-        optimizers = _of_type(args, torch.optim.Optimizer)
+        models, loaders = [o for o in args if isinstance(o, nn.Module)], [o for o in args if isinstance(o, DataLoader)]
+        optimizers = [o for o in args if isinstance(o, torch.optim.Optimizer)]
         for model in models:
             refuse_compiled(model)
         known = {id(model) for model in (*self._models, *models)}
@@ -289,8 +281,11 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
             checkpoint_blocks(model, run.inputs.description.block_classes, trains=True)
         if self.is_fsdp2:
             shard_model(model, run, self.plugin, optimizers, device=self.device)
-        else:
-            apply_plan_unsharded(model, run, optimizers)
+        else:  # what needs no FSDP2, such as recomputed blocks
+            apply_plan(model, run.plan, run.units)
+            for optimizer in optimizers:
+                if kind_of(optimizer).has_plain_states:
+                    step_by_device(bare_optimizer(optimizer))
         self._out_of_memory = OutOfMemoryHandler(
             model, run.plan, run.units, hardware=run.hardware, on_oom=self.config.on_oom, device=self.device
         )
@@ -301,8 +296,9 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         bind_optimizer(model, run.plan, run.units, optimizers)
         if self.meter is None or self.meter.model is None:
             skips = self.scaler is not None and self.scaler.is_enabled() and run.budget is None
-            beside = self.beside.placed_tensors
-            self.meter = StepMeter(model, self.device, self._report, run.plan, may_skip=skips, beside=beside)
+            self.meter = StepMeter(
+                model, self.device, self._report, run.plan, may_skip=skips, beside=self.beside.placed_tensors
+            )
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -326,7 +322,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         """Prepare all but the model, which is under its plan already."""
         result = [o if isinstance(o, nn.Module) else self._prepare_one(o, first_pass=True) for o in args]
         result = [o if isinstance(o, nn.Module) else self._prepare_one(o) for o in result]
-        for model in _of_type(result, nn.Module):
+        for model in (o for o in result if isinstance(o, nn.Module)):
             if not any(known is model for known in self._models):
                 self._models.append(model)
             model._is_accelerate_prepared = True  # type: ignore[assignment]
@@ -364,10 +360,6 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
             state._shared_state["distributed_type"] = kind
 
 
-def _of_type(objects: Iterable[Any], cls: type[T]) -> list[T]:
-    return [o for o in objects if isinstance(o, cls)]
-
-
 def shard_model(
     model: nn.Module,
     run: PlannedRun,
@@ -396,14 +388,6 @@ def shard_model(
         move_to_device(model, device)  # FSDP2 moves only what it shards
     for optimizer in optimizers:
         rebind_parameters(optimizer, names, model)
-
-
-def apply_plan_unsharded(model: nn.Module, run: PlannedRun, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Apply the parts of a plan that need no FSDP2 to the model of a single process, as recomputed blocks."""
-    apply_plan(model, run.plan, run.units)
-    for optimizer in optimizers:
-        if kind_of(optimizer).has_plain_states:
-            step_by_device(bare_optimizer(optimizer))
 
 
 def prepare_late_optimizers(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:

@@ -1,5 +1,5 @@
-"""`OSDPPlugin`: Accelerate's FSDP plugin with a plan instead of one strategy, and the options of FSDP and of
-`torch.compile` that it accepts or refuses.
+"""`OSDPPlugin`: Accelerate's FSDP plugin with a plan instead of one strategy; the options of FSDP and of
+`torch.compile` that it accepts or refuses, and how a Trainer's arguments ask for it.
 """
 
 from __future__ import annotations
@@ -24,29 +24,22 @@ if TYPE_CHECKING:
 
 TAKEN = ("cpu_offload", "cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing")
 """Fields of the base class that a plan follows, by their names in `TrainingArguments.fsdp_config` too."""
-_NOT_IN_FSDP2 = (
-    "backward_prefetch",
-    "forward_prefetch",
-    "limit_all_gathers",
-    "use_orig_params",
-    "sync_module_states",
-    "param_init_fn",
-)
 DECIDED = {
     "sharding_strategy": "use OSDPConfig(strategy=...)",
     "reshard_after_forward": "use OSDPConfig(strategy=...) in its place, or in that of fsdp='shard_grad_op'",
     **dict.fromkeys(
         (
-            "auto_wrap_policy",
-            "transformer_layer_cls_to_wrap",
-            "transformer_cls_names_to_wrap",
-            "min_num_params",
+            "auto_wrap_policy", "transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap", "min_num_params",
             "ignored_modules",
-        ),
-        "use OSDPConfig(block_classes=...)",
+        ), "use OSDPConfig(block_classes=...)",
     ),
-    **dict.fromkeys(_NOT_IN_FSDP2, "leave it out, FSDP2 under a plan has no such option"),
-}
+    **dict.fromkeys(
+        (
+            "backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params", "sync_module_states",
+            "param_init_fn",
+        ), "leave it out, FSDP2 under a plan has no such option",
+    ),
+}  # fmt: skip
 """Options of FSDP that have no effect under a plan → what to use instead."""
 
 _ADDED_BY_TRANSFORMERS = {
@@ -137,7 +130,7 @@ def refuse_compiled(model: nn.Module) -> None:
 
 def requested_options(
     osdp: OSDPConfig | Mapping[str, object] | bool | None,
-    args: TrainingArguments | None,
+    args: TrainingArguments,
     *,
     on_by_default: bool = False,
 ) -> dict[str, object] | None:
@@ -162,7 +155,7 @@ def requested_options(
     _refuse_ignored(fsdp_config)
     places = (place for place in (here, osdp) if not isinstance(place, bool))
     options = {name: value for place in places for name, value in stated_options(place).items()}
-    if args is not None and args.torch_compile and options.get("compile") is False:
+    if args.torch_compile and options.get("compile") is False:
         raise ValueError("torch_compile=True contradicts compile=False in OSDP's options; leave one of the two out.")
     return options
 
@@ -200,17 +193,6 @@ def requested_plugin(
     options = requested_options(osdp, args, on_by_default=on_by_default)
     if options is None:
         return None
-    refuse_unsupported(args, model)
-    return OSDPPlugin(osdp=options, **plugin_options(args))
-
-
-def plugin_options(args: TrainingArguments) -> dict[str, Any]:
-    stated = {**(args.fsdp_plugin_args or {}), **({} if args.fsdp else _fsdp_config(args))}
-    return {name: stated[name] for name in TAKEN if name in stated}
-
-
-def refuse_unsupported(args: TrainingArguments, model: nn.Module | None) -> None:
-    """Refuse what a Trainer is given for which no plan can be made beforehand."""
     full = next((name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(args, name)), "")
     refuse_first({
         "OSDP plans for one model; pass model=... instead of model_init.": model is None,
@@ -221,13 +203,15 @@ def refuse_unsupported(args: TrainingArguments, model: nn.Module | None) -> None
         "The Trainer was given torch.compile(model); give it the model itself, and torch_compile=True in its"
         " arguments.": model is not None and compiled_modules(model),
     })  # fmt: skip
+    stated = {**(args.fsdp_plugin_args or {}), **({} if args.fsdp else _fsdp_config(args))}
+    return OSDPPlugin(osdp=options, **{name: stated[name] for name in TAKEN if name in stated})
 
 
-def _fsdp_config(args: TrainingArguments | None) -> dict[str, Any]:
+def _fsdp_config(args: TrainingArguments) -> dict[str, Any]:
     """Return `TrainingArguments.fsdp_config` as a dict; transformers does not read it from a file unless `fsdp` is
     set.
     """
-    config = None if args is None else args.fsdp_config
+    config = args.fsdp_config
     if isinstance(config, str):
         path, config = config, read_json(config, "fsdp_config")
         if not isinstance(config, dict):

@@ -22,7 +22,7 @@ from ..checkpoint.writer import on_every_rank
 from ..distributed.process_group import require_all
 from ..distributed.said_once import say_uncaught_once
 from ..distributed.stop import StopSignal
-from ..errors import OSDPError
+from ..errors import InfeasibleError, OSDPError
 from ..modeling.activations import tensors_of
 from ..modeling.build import disable_cache
 from ..modeling.replaced import replaced
@@ -84,7 +84,13 @@ class Trainer(TrainerCheckpoints):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        _check_order(cls, Trainer)
+        order = cls.__mro__
+        for other in order[order.index(Trainer) + 1 : order.index(StockTrainer)]:
+            if issubclass(other, StockTrainer) and other not in Trainer.__mro__:
+                raise TypeError(
+                    f"{cls.__name__} lists hf_osdp's Trainer before {other.__name__}, whose methods it would hide;"
+                    f" write class {cls.__name__}({other.__name__}, Trainer), or use with_osdp({other.__name__})."
+                )
         if "osdp" not in inspect.signature(cls.__init__).parameters:
             cls.__init__ = _with_osdp_argument(cls.__init__)  # type: ignore[method-assign]
 
@@ -116,11 +122,14 @@ class Trainer(TrainerCheckpoints):
         if self._moves is not None:
             self._moves.remove()
         prepare_to_plan(self.model)
-        loader = None if self.train_dataset is not None else evaluated
-        job, rule = job_of_trainer(self, trains=loader is None, loader=loader)
+        job, rule = job_of_trainer(self, None if self.train_dataset is not None else evaluated)
         prepare_precision(self.model, job.precision)
-        with rule.explained():
+        try:
             run = self._run = plan_and_announce(self.model, job)
+        except InfeasibleError as error:
+            if rule.kept is not None:  # why the planner could not choose smaller micro-batches
+                error.args = (f"{error} {rule.kept}",)
+            raise
         if self.args.auto_find_batch_size:
             warn(
                 self.args, "auto_find_batch_size=True was switched off: the plan sets %d samples at once on each"
@@ -140,11 +149,13 @@ class Trainer(TrainerCheckpoints):
         """Let the stock Trainer see the plan's arguments."""
         # transformers has switched off the model's own cache, not those of its parts
         switched = [] if self.args.use_cache else disable_cache(self.model)
+        configs = [*self._without_cache, *switched]
         try:
-            with replaced(self.args, **planned_arguments(self.args, *self._rule.loaded(run.plan))):
-                size, configs = self.args.train_batch_size, [*self._without_cache, *switched]
-                with replaced(self, _train_batch_size=size, _without_cache=configs):
-                    yield
+            with (
+                replaced(self.args, **planned_arguments(self.args, *self._rule.loaded(run.plan))),
+                replaced(self, _train_batch_size=self.args.train_batch_size, _without_cache=configs),
+            ):
+                yield
         finally:
             for config in switched:
                 config.use_cache = True
@@ -331,24 +342,10 @@ def with_osdp(trainer_class: type[StockTrainer]) -> type[StockTrainer]:
         return trainer_class
     if issubclass(Trainer, trainer_class):
         return Trainer
-    members = {
-        "__module__": trainer_class.__module__,
-        "__doc__": trainer_class.__doc__,
-        "__qualname__": trainer_class.__qualname__,
-    }
-    return type(trainer_class.__name__, (trainer_class, Trainer), members)
-
-
-def _check_order(cls: type, ours: type) -> None:
-    """Raise TypeError if a class lists our Trainer before another one, whose methods it would then hide."""
-    order = cls.__mro__
-    between = order[order.index(ours) + 1 : order.index(StockTrainer)]
-    hidden = next((other for other in between if issubclass(other, StockTrainer) and other not in ours.__mro__), None)
-    if hidden is not None:
-        raise TypeError(
-            f"{cls.__name__} lists hf_osdp's Trainer before {hidden.__name__}, whose methods it would hide;"
-            f" write class {cls.__name__}({hidden.__name__}, Trainer), or use with_osdp({hidden.__name__})."
-        )
+    return type(
+        trainer_class.__name__, (trainer_class, Trainer),
+        {name: getattr(trainer_class, name) for name in ("__module__", "__doc__", "__qualname__")},
+    )  # fmt: skip
 
 
 def _with_osdp_argument(init: Callable[..., None]) -> Callable[..., None]:

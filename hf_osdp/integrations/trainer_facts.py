@@ -1,10 +1,9 @@
-"""Read the facts that planning needs from a Trainer's arguments, data and loss; refuse options that a plan cannot
-follow.
+"""Read the facts that planning needs from a Trainer's arguments, data, loss and evaluation; refuse options that a
+plan cannot follow.
 """
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Mapping, Sized
 from dataclasses import replace
@@ -57,13 +56,11 @@ _LOADER = ("get_train_dataloader", "_get_train_sampler")
 """The Trainer's methods that say which rows of the dataset make a batch."""
 
 
-def job_of_trainer(
-    trainer: TrainerCheckpoints, *, trains: bool, loader: DataLoader[Any] | None = None
-) -> tuple[Job, MicroBatchRule]:
-    """Return the job of a Trainer whose `__init__` has returned, for its own datasets or those of a loader.
+def job_of_trainer(trainer: TrainerCheckpoints, loader: DataLoader[Any] | None = None) -> tuple[Job, MicroBatchRule]:
+    """Return the job of a Trainer whose `__init__` has returned, to train on its own dataset or to evaluate a loader.
     Collective.
     """
-    args, config = trainer.args, trainer.accelerator.config
+    args, config, trains = trainer.args, trainer.accelerator.config, loader is None
     held = {name: modules_in(value) for name, value in vars(trainer).items()}
     beside = trainer.accelerator.beside.facts(trainer.model, held)
     if (
@@ -273,13 +270,12 @@ def _optimizer_facts(trainer: TrainerCheckpoints) -> tuple[OptimizerSpec, str | 
 
 
 def _tiny_optimizer(trainer: TrainerCheckpoints, name: str) -> torch.optim.Optimizer:
-    """Return the Trainer's optimizer, from its `optimizer_cls_and_kwargs` or else from this `optim` name, over one
+    """Return the Trainer's optimizer, from its `optimizer_cls_and_kwargs` or else from its arguments, over one
     element.
     """
-    args = copy.copy(trainer.args)
-    args.optim = name
+    given = trainer.optimizer_cls_and_kwargs
     try:
-        cls, options = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
+        cls, options = given or trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
     except (ImportError, ValueError) as error:
         raise ValueError(
             f"optim={name!r} cannot be made: {one_line(error).rstrip('.')}; do so, or use adamw_torch."

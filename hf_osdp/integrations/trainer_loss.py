@@ -20,7 +20,6 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from ..distributed.consensus import on_rank_zero
-from ..errors import InfeasibleError
 from ..modeling.batch import Inputs, training_batch, without_adapters
 from ..modeling.replaced import replaced
 from ..modeling.split.apply import only_loss_read
@@ -84,16 +83,6 @@ class MicroBatchRule:
         """Return whether steps are cut into micro-batches other than the batches that are loaded."""
         return run.budget is not None or self.loaded(run.plan)[0] != run.plan.micro_batch_size
 
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Add to an InfeasibleError why the planner could not choose smaller micro-batches."""
-        try:
-            yield
-        except InfeasibleError as error:
-            if self.kept is not None:
-                error.args = (f"{error} {self.kept}",)
-            raise
-
 
 def warn(args: TrainingArguments, line: str, *values: object) -> None:
     """Log a warning on rank 0."""
@@ -155,8 +144,11 @@ def micro_batch_rule(
     reason = reason or f"The loss of {_owner_of_loss(trainer)} is a mean over batches that cannot be cut"
     is_given = requested is None and config.plan is not None and may_change
     if requested in (None, size) and not is_given:
-        arguments = "per_device_train_batch_size and gradient_accumulation_steps"
-        remedy = "OSDPConfig(micro_batch_size=...)" if may_change else arguments
+        remedy = (
+            "OSDPConfig(micro_batch_size=...)"
+            if may_change
+            else "per_device_train_batch_size and gradient_accumulation_steps"
+        )
         kept = f"{reason}, so micro-batches stay at {size} samples; set {remedy} for another size."
         if requested is None:
             warn(args, kept)
@@ -167,12 +159,7 @@ def micro_batch_rule(
             " arguments; leave it"
             f" out, or set per_device_train_batch_size={requested} and gradient_accumulation_steps."
         )
-    what = (
-        f"{reason}: a plan of other micro-batches than the {size} samples of the arguments may train differently."
-        if is_given
-        else f"{reason}: micro_batch_size={requested} may train differently than the {size} samples of the arguments."
-    )
-    warn(args, "%s", what)
+    warn(args, "%s: micro-batches may train differently than the %d samples of the arguments.", reason, size)
     return rule(chosen=requested, differs=reason)
 
 
@@ -358,7 +345,6 @@ def _examined(trainer: TrainerCheckpoints, fake_model: nn.Module) -> Iterator[No
         return last_output if any(map(is_under_plan, module.modules())) else _fake_copy(module, model, fake_model)
 
     handle = fake_model.register_forward_hook(lambda module, args, output: last.__setitem__(slice(None), [output]))
-    device = next(fake_model.parameters()).device
     try:
         for name, value in before.items():
             if name in ("model", "model_wrapped"):
@@ -367,7 +353,7 @@ def _examined(trainer: TrainerCheckpoints, fake_model: nn.Module) -> Iterator[No
                 own[name] = tree_map_only(nn.Module, copied, value)
             elif name not in _DATA:
                 own[name] = rebound(value, {id(trainer): trainer, id(model): fake_model})
-        own["accelerator"] = _LocalAccelerator(trainer.accelerator, device)
+        own["accelerator"] = _LocalAccelerator(trainer.accelerator, next(fake_model.parameters()).device)
         yield
     finally:
         handle.remove()

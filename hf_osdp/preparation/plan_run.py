@@ -162,14 +162,17 @@ def plan_run(model: nn.Module, job: Job) -> PlannedRun:
         # it reads its matrices whole in forward, and prunes them between steps
         whole = replace(job.optimizer, name=f"{job.optimizer.name} beside AdaLoRA", needs_whole=True)
         job = replace(job, optimizer=whole)
-    job.check()
     try:
         run = _planned(model, job)
     except PreflightError:
         if job.models_beside is None or job.config.plan is not None:
             raise
         run = _planned(model, replace(job, shards_beside=True))
-    return replace(run, findings=_findings(run, job, model))
+    plan, peak_bytes = run.plan, run.plan.peak_bytes
+    is_searched = run.hardware is not None and peak_bytes is not None
+    needed_bytes = (peak_bytes or 0) - run.outside_bytes if is_searched else _peak_bytes(plan, run.inputs)
+    findings = find_problems(model, job, run.units, run.inputs.description.block_classes, run.hardware, needed_bytes)
+    return replace(run, findings=findings)
 
 
 def _planned(model: nn.Module, job: Job) -> PlannedRun:
@@ -240,12 +243,12 @@ def _token_budget(run: PlannedRun, job: Job, model: nn.Module) -> TokenBudget | 
 
 def _searched(model: nn.Module, job: Job) -> PlannedRun:
     """Search on rank 0. Collective."""
-    config, found = job.config, find_plan(model, job)
+    found = find_plan(model, job)
     plan, problem = found.plan, found.problem
     plan.check(problem.description, job.world_size)
-    comparison = tuple(found.compared()) if config.compare and rank() == 0 else None
     return PlannedRun(
-        plan=plan, units=problem.description.units, inputs=PlanInputs.of(problem), comparison=comparison,
+        plan=plan, units=problem.description.units, inputs=PlanInputs.of(problem),
+        comparison=tuple(found.compared()) if job.config.compare and rank() == 0 else None,
         shards_beside=found.builder.job.shards_beside,
     )  # fmt: skip
 
@@ -352,10 +355,10 @@ def fit_rollouts(job: Job, run: PlannedRun) -> tuple[Phase, ...]:
 
 
 def _evaluated(job: Job, run: PlannedRun, description: ModelDescription) -> EvaluatedModel:
-    layouts = (replace(layout, activations=Activations.SAVE) for layout in run.plan.layouts(description))
     return EvaluatedModel(
-        description=description, layouts=tuple(layouts), world_size=run.plan.world_size, job=run.inputs.job,
-        trains=job.trains, gathers_in_lists=job.device_type == "cpu",
+        description=description, world_size=run.plan.world_size, job=run.inputs.job, trains=job.trains,
+        layouts=tuple(replace(one, activations=Activations.SAVE) for one in run.plan.layouts(description)),
+        gathers_in_lists=job.device_type == "cpu",
     )  # fmt: skip
 
 
@@ -385,18 +388,7 @@ def fit_evaluation(model: nn.Module, job: Job, run: PlannedRun) -> FittedEvaluat
 
     if (description := on_rank_zero(described)) is None:
         return None
-    fitted = FittedEvaluation(
+    return FittedEvaluation(
         asked=asked, model=_evaluated(job, run, description), loop=asked.loop, room_bytes=_room(job, run),
         outside_bytes=run.outside_bytes,
-    )  # fmt: skip
-    return fitted.of(asked.loop)
-
-
-def _findings(run: PlannedRun, job: Job, model: nn.Module) -> tuple[Finding, ...]:
-    """Return the findings of all ranks; raise PreflightError if one is an error. Collective."""
-    plan, hardware = run.plan, run.hardware
-    if hardware is not None and plan.peak_bytes is not None:
-        needed_bytes = plan.peak_bytes - run.outside_bytes
-    else:
-        needed_bytes = _peak_bytes(plan, run.inputs)
-    return find_problems(model, job, run.units, run.inputs.description.block_classes, hardware, needed_bytes)
+    ).of(asked.loop)  # fmt: skip
