@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..modeling.units import dtype_of
 from ..planner.training_job import Precision
 from ..preparation.beside import ModelsBeside
 from ..preparation.config import OSDPConfig
+from ..preparation.out_of_memory import out_of_memory_explained
 from ..sharding.gradients import clip_grad_norm_
 from ..sharding.micro_batches import parts_of_step
 from ..sharding.state import full_state_dict
@@ -123,15 +124,9 @@ class OSDPAccelerator(AcceleratorPreparation):
         self._writer.wait()
         super().end_training()
 
-    @contextmanager
-    def out_of_memory_explained(self) -> Iterator[None]:
+    def out_of_memory_explained(self) -> AbstractContextManager[None]:
         """Explain out-of-memory errors raised in this context, once a model has been prepared."""
-        try:
-            yield
-        except Exception as error:
-            if self._out_of_memory is not None:
-                self._out_of_memory.handle(error)
-            raise
+        return out_of_memory_explained(lambda: self._out_of_memory)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward as `Accelerator.backward`, and explain an out-of-memory error in it."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,17 +16,21 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ..distributed.mesh import world_size
+from ..errors import refuse_first
 from ..measurement.step_meter import Observation, StepMeter
 from ..modeling.build import checkpoint_blocks
 from ..modeling.replaced import replaced
 from ..modeling.units import refuse_changed
+from ..planner.optimizers import upper_bound
 from ..planner.plan import Plan
 from ..planner.training_job import OptimizerSpec, Precision
 from ..preparation.announce import announce_result, plan_and_announce
 from ..preparation.beside import ModelsBeside
 from ..preparation.config import OSDPConfig
+from ..preparation.job import Job, RunFolder
 from ..preparation.out_of_memory import OutOfMemoryHandler
 from ..preparation.plan_run import PlannedRun
+from ..preparation.samples import batches_of_loader, lengths_of_loader, loop_options
 from ..sharding.apply import apply_plan, refuse_hooks
 from ..sharding.environment import (
     apply_tied,
@@ -36,9 +41,11 @@ from ..sharding.environment import (
     uses_host,
 )
 from ..sharding.gradients import OSDPGradScaler
+from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import (
     bind_optimizer,
     parameter_names,
+    reason_against_unit_steps,
     rebind_parameters,
     release_parameters,
     step_by_device,
@@ -48,10 +55,7 @@ from ..sharding.optimizers import bare_optimizer, kind_of
 from ..sharding.replicas import is_under_plan
 from ..sharding.state import free_gathered, load_full_state_dict
 from .checkpoints import AcceleratorCheckpoints
-from .loop_facts import batch_size, for_accumulation, job_of_loop
 from .plugin import OSDPPlugin, refuse_compiled
-
-T = TypeVar("T")
 
 
 class AcceleratorPreparation(AcceleratorCheckpoints):
@@ -120,19 +124,98 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         loader: DataLoader[Any] | None = None,
     ) -> int:
         """Make the plan, print it and use it; return its accumulation steps."""
-        job = job_of_loop(self, model, config, optimizers, loader)
+        job = self._job(model, config, optimizers, loader)
         prepare_model(model, job.precision)
         run = plan_and_announce(model, job)
         self.use_plan(run)
         self._waits_for_loader, self._waits_for_cuts = loader is None, job.cuts_by_length
         return 1 if job.cuts_by_length else run.plan.accumulation_steps
 
-    def _plan_for_accumulation(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Make the plan for the loop's accumulation, which a given plan or micro-batch size sets where the loop leaves
-        it at 1.
+    def _job(
+        self,
+        model: nn.Module,
+        config: OSDPConfig,
+        optimizers: Sequence[torch.optim.Optimizer | OptimizerSpec | None],
+        loader: DataLoader[Any] | None,
+    ) -> Job:
+        """Return the job of this loop with the batches of its training loader, without one with those of the options.
+        Collective.
         """
-        steps = self.gradient_accumulation_steps
-        planned = self._make_plan(model, for_accumulation(self.config, self), optimizers)
+        refuse_compiled(model)
+        inputs = None
+        if loader is not None:
+            inputs, length = batches_of_loader(loader, model, config.sequence_length)
+            config = replace(self._for_batches(config, loader), sequence_length=length)
+        config = loop_options(config, model, known=inputs is not None)
+        refuse_first({
+            "The sequence length is not known; give OSDPConfig(sequence_length=...) or accelerator.plan(...).":
+                config.sequence_length is None,
+            "The batch size is not known; give prepare a DataLoader, or give OSDPConfig(global_batch_size=...).":
+                config.global_batch_size is None,
+        })  # fmt: skip
+        if self.gradient_state.plugin_kwargs.get("sync_each_batch", False):
+            config = replace(config, reduce_every_micro_step=True)
+        device_type, project = self.device.type, self.project_configuration
+        made = [one for one in optimizers if isinstance(one, torch.optim.Optimizer)]
+        specs = [
+            one if isinstance(one, OptimizerSpec) else spec_of_optimizer(one, device_type=device_type)
+            for one in optimizers or [None]
+        ]
+        folder = None
+        if project.project_dir is not None:
+            saves = bool(project.automatic_checkpoint_naming)
+            folder = RunFolder(path=Path(project.project_dir) / ("checkpoints" if saves else ""), saves=saves)
+        return Job(
+            config=config,
+            world_size=self.num_processes,
+            device_type=device_type,
+            precision=self.precision,
+            optimizer=upper_bound(specs),
+            inputs=inputs,
+            cuts_by_length=bool(config.batch_by_tokens),
+            lengths=None if loader is None else lengths_of_loader(loader, config.sequence_length),
+            holds_outputs=True,  # as the usual loop does: `out = model(**batch); accelerator.backward(out.loss)`
+            activation_checkpointing=bool(self.plugin.activation_checkpointing),
+            against_unit_steps=next(filter(None, map(reason_against_unit_steps, made)), None),
+            trains=any(optimizers),
+            **self.beside.facts(model),
+            folder=folder,
+        )
+
+    def _for_batches(self, config: OSDPConfig, loader: DataLoader[Any]) -> OSDPConfig:
+        """Return the options with the sizes of the training loader's batches."""
+        size, steps, ranks = self._batch_size(loader), self.gradient_accumulation_steps, self.num_processes
+        micro, by_tokens, asked = config.micro_batch_size, config.batch_by_tokens, config.global_batch_size
+        samples = asked if size is None else size * ranks * steps
+        refuse_first({
+            f"gradient_accumulation_steps={steps}, but with batch_by_tokens=True each batch is a whole step; set it to"
+            " 1.": by_tokens and steps != 1,
+            f"micro_batch_size={micro}, but the DataLoader's batches hold {size}; make them agree.":
+                not by_tokens and micro not in (None, size),
+            f"global_batch_size={asked}, but batches of {size} on {ranks} processes with {steps} accumulation steps"
+            f" make {samples}; make them agree.": asked not in (None, samples),
+        })  # fmt: skip
+        return replace(config, micro_batch_size=micro if by_tokens else size, global_batch_size=samples)
+
+    def _batch_size(self, loader: DataLoader[Any]) -> int | None:
+        """Return the samples per process in one batch of a loader; None if the loader does not say."""
+        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        return size if size is None or not self.split_batches else size // self.num_processes
+
+    def _plan_for_accumulation(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Make the plan for the loop's accumulation, with the micro-batch size that fills it if the options leave it
+        open; a given plan or micro-batch size sets the accumulation where the loop leaves it at 1.
+        """
+        config, steps, ranks = self.config, self.gradient_accumulation_steps, self.num_processes
+        samples, chosen = config.global_batch_size, config.plan or config.micro_batch_size or config.batch_by_tokens
+        if samples is not None and not chosen:
+            if samples % (ranks * steps):
+                raise ValueError(
+                    f"global_batch_size={samples} is not a multiple of {ranks} processes x {steps} accumulation"
+                    " steps; make them agree."
+                )
+            config = replace(config, micro_batch_size=samples // (ranks * steps))
+        planned = self._make_plan(model, config, optimizers)
         if steps not in (1, planned):
             raise ValueError(
                 f"gradient_accumulation_steps={steps}, but the plan accumulates {planned} micro-batches; make them"
@@ -142,8 +225,8 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:  # noqa: ANN401  as stock
         """Prepare as `Accelerator.prepare`; a model may also come without an optimizer, for evaluation."""
-        models, loaders = _of_type(args, nn.Module), _of_type(args, DataLoader)
-        optimizers = _of_type(args, torch.optim.Optimizer)
+        models, loaders = [o for o in args if isinstance(o, nn.Module)], [o for o in args if isinstance(o, DataLoader)]
+        optimizers = [o for o in args if isinstance(o, torch.optim.Optimizer)]
         for model in models:
             refuse_compiled(model)
         known = {id(model) for model in (*self._models, *models)}
@@ -174,7 +257,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
 
     def _check_loader(self, loader: DataLoader[Any]) -> None:
         """Refuse the first loader, which is for training, with another batch size than the plan's."""
-        size, plan = batch_size(self, loader), self._planned.plan
+        size, plan = self._batch_size(loader), self._planned.plan
         planned = plan.samples_per_rank if self.config.batch_by_tokens else plan.micro_batch_size
         if size not in (None, planned):
             raise ValueError(
@@ -198,8 +281,11 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
             checkpoint_blocks(model, run.inputs.description.block_classes, trains=True)
         if self.is_fsdp2:
             shard_model(model, run, self.plugin, optimizers, device=self.device)
-        else:
-            apply_plan_unsharded(model, run, optimizers)
+        else:  # what needs no FSDP2, such as recomputed blocks
+            apply_plan(model, run.plan, run.units)
+            for optimizer in optimizers:
+                if kind_of(optimizer).has_plain_states:
+                    step_by_device(bare_optimizer(optimizer))
         self._out_of_memory = OutOfMemoryHandler(
             model, run.plan, run.units, hardware=run.hardware, on_oom=self.config.on_oom, device=self.device
         )
@@ -210,8 +296,9 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         bind_optimizer(model, run.plan, run.units, optimizers)
         if self.meter is None or self.meter.model is None:
             skips = self.scaler is not None and self.scaler.is_enabled() and run.budget is None
-            beside = self.beside.placed_tensors
-            self.meter = StepMeter(model, self.device, self._report, run.plan, may_skip=skips, beside=beside)
+            self.meter = StepMeter(
+                model, self.device, self._report, run.plan, may_skip=skips, beside=self.beside.placed_tensors
+            )
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -235,7 +322,7 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         """Prepare all but the model, which is under its plan already."""
         result = [o if isinstance(o, nn.Module) else self._prepare_one(o, first_pass=True) for o in args]
         result = [o if isinstance(o, nn.Module) else self._prepare_one(o) for o in result]
-        for model in _of_type(result, nn.Module):
+        for model in (o for o in result if isinstance(o, nn.Module)):
             if not any(known is model for known in self._models):
                 self._models.append(model)
             model._is_accelerate_prepared = True  # type: ignore[assignment]
@@ -273,10 +360,6 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
             state._shared_state["distributed_type"] = kind
 
 
-def _of_type(objects: Iterable[Any], cls: type[T]) -> list[T]:
-    return [o for o in objects if isinstance(o, cls)]
-
-
 def shard_model(
     model: nn.Module,
     run: PlannedRun,
@@ -305,14 +388,6 @@ def shard_model(
         move_to_device(model, device)  # FSDP2 moves only what it shards
     for optimizer in optimizers:
         rebind_parameters(optimizer, names, model)
-
-
-def apply_plan_unsharded(model: nn.Module, run: PlannedRun, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Apply the parts of a plan that need no FSDP2 to the model of a single process, as recomputed blocks."""
-    apply_plan(model, run.plan, run.units)
-    for optimizer in optimizers:
-        if kind_of(optimizer).has_plain_states:
-            step_by_device(bare_optimizer(optimizer))
 
 
 def prepare_late_optimizers(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:

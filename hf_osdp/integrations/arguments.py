@@ -87,5 +87,8 @@ def _flags_of_file(path: str) -> list[str]:
         content = _UniqueKeyLoader(file).get_single_data()
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}; it must map argument names to values.")
-    values = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in content.items()}
-    return [f"--{name}={value}" for name, value in values.items() if value is not None]
+    return [
+        f"--{name}={json.dumps(value) if isinstance(value, dict) else value}"
+        for name, value in content.items()
+        if value is not None
+    ]

@@ -124,15 +124,10 @@ def run_script(main: Callable[[], None]) -> None:
             prepare_group()
             main()
         except (ValueError, OSDPError) as error:
-            if not is_ours(error) and not _is_of_script(error, main):
+            raised = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+            if not is_ours(error) and raised.parent != Path(main.__code__.co_filename).resolve().parent:
                 raise
             say_once(error)
             sys.exit(USER_ERROR)
 
     run()
-
-
-def _is_of_script(error: BaseException, main: Callable[[], None]) -> bool:
-    """Return whether the error was raised in the script's folder."""
-    raised = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-    return raised.parent == Path(main.__code__.co_filename).resolve().parent

@@ -30,7 +30,8 @@ from ..preparation.announce import announce_result, plan_and_announce
 from ..preparation.beside import ModelsBeside
 from ..preparation.config import OSDPConfig, merged_config
 from ..preparation.job import Job
-from ..preparation.out_of_memory import OutOfMemoryHandler
+from ..preparation.out_of_memory import OutOfMemoryHandler, out_of_memory_explained
+from ..preparation.samples import loop_options
 from ..sharding.apply import apply_plan
 from ..sharding.environment import form_process_group, move_to_device, mp_policy, prepare_model, training_device
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
@@ -40,7 +41,7 @@ from ..sharding.optimizer_steps import bind_optimizer, prepare_new_optimizers
 from ..sharding.optimizers import kind_of
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.steps import micro_step
-from .loop_facts import loop_options
+from .plugin import refuse_compiled
 
 
 class OptimalShardedDataParallel(nn.Module):
@@ -106,6 +107,7 @@ class OptimalShardedDataParallel(nn.Module):
         """
         super().__init__()
         say_uncaught_once()
+        refuse_compiled(model)
         config = loop_options(merged_config(config), model)
         _check(config, optimizer)
         form_process_group(needed=False)
@@ -129,8 +131,9 @@ class OptimalShardedDataParallel(nn.Module):
         self.plan: Plan = run.plan
         self.report: PlanEstimate | None = run.estimate
         self.measured: Observation | None = None
-        settings = {**model_texts(model), "precision": mixed_precision}
-        writer = self._writer = CheckpointWriter(plan=run.plan, settings=settings)
+        writer = self._writer = CheckpointWriter(
+            plan=run.plan, settings={**model_texts(model), "precision": mixed_precision}
+        )
         precision = run.inputs.job.precision  # without autocast if units are on the host
         apply_plan(model, run.plan, run.units, mp_policy=mp_policy(precision))
         self.module = move_to_device(model, device)
@@ -158,7 +161,7 @@ class OptimalShardedDataParallel(nn.Module):
         The estimate assumes that only the loss is kept until backward: write `loss = model(**batch).loss`, which frees
         the logits.
         """
-        with self._out_of_memory.explained():
+        with out_of_memory_explained(lambda: self._out_of_memory):
             return self.module(*args, **kwargs)
 
     def micro_step(self, *, is_last: bool = True) -> AbstractContextManager[None]:
@@ -198,7 +201,7 @@ class OptimalShardedDataParallel(nn.Module):
         """Run `loss.backward()` of one micro-batch within `micro_step`; divide the loss by the number of
         micro-steps yourself.
         """
-        with self._out_of_memory.explained(), self.micro_step(is_last=is_last):
+        with out_of_memory_explained(lambda: self._out_of_memory), self.micro_step(is_last=is_last):
             loss.backward()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

@@ -1,14 +1,13 @@
-"""`OSDPPlugin`: Accelerate's FSDP plugin with a plan instead of one strategy, and the options of FSDP and of
-`torch.compile` that it accepts or refuses.
+"""`OSDPPlugin`: Accelerate's FSDP plugin with a plan instead of one strategy; the options of FSDP and of
+`torch.compile` that it accepts or refuses, and how a Trainer's arguments ask for it.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from accelerate import FullyShardedDataParallelPlugin
 from torch import nn
@@ -16,36 +15,39 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from ..distributed.launcher import variable
 from ..errors import refuse_first, shown
-from ..preparation.config import OSDPConfig, merged_config
+from ..preparation.config import OSDPConfig, merged_config, stated_options
+from ..reading import read_json
 from .launch import launch_request
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments  # it imports peft
 
 TAKEN = ("cpu_offload", "cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing")
 """Fields of the base class that a plan follows, by their names in `TrainingArguments.fsdp_config` too."""
-_log = logging.getLogger(__name__)
-_NOT_IN_FSDP2 = (
-    "backward_prefetch",
-    "forward_prefetch",
-    "limit_all_gathers",
-    "use_orig_params",
-    "sync_module_states",
-    "param_init_fn",
-)
 DECIDED = {
     "sharding_strategy": "use OSDPConfig(strategy=...)",
     "reshard_after_forward": "use OSDPConfig(strategy=...) in its place, or in that of fsdp='shard_grad_op'",
     **dict.fromkeys(
         (
-            "auto_wrap_policy",
-            "transformer_layer_cls_to_wrap",
-            "transformer_cls_names_to_wrap",
-            "min_num_params",
+            "auto_wrap_policy", "transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap", "min_num_params",
             "ignored_modules",
-        ),
-        "use OSDPConfig(block_classes=...)",
+        ), "use OSDPConfig(block_classes=...)",
     ),
-    **dict.fromkeys(_NOT_IN_FSDP2, "leave it out, FSDP2 under a plan has no such option"),
-}
+    **dict.fromkeys(
+        (
+            "backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params", "sync_module_states",
+            "param_init_fn",
+        ), "leave it out, FSDP2 under a plan has no such option",
+    ),
+}  # fmt: skip
 """Options of FSDP that have no effect under a plan → what to use instead."""
+
+_ADDED_BY_TRANSFORMERS = {
+    **dict.fromkeys(("min_num_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt"), 0), "reshard_after_forward": True,
+}  # fmt: skip
+"""Entries that transformers itself adds to `fsdp_config`, for `fsdp="full_shard"` too, with values that ask for
+nothing.
+"""
 
 
 @dataclass
@@ -124,3 +126,96 @@ def refuse_compiled(model: nn.Module) -> None:
             "torch.compile(model) was given; give the model itself, and OSDPConfig(compile=True), which compiles its"
             " blocks."
         )
+
+
+def requested_options(
+    osdp: OSDPConfig | Mapping[str, object] | bool | None,
+    args: TrainingArguments,
+    *,
+    on_by_default: bool = False,
+) -> dict[str, object] | None:
+    """Return the options that the Trainer's `osdp` and `fsdp_config` set, for `OSDPPlugin`, which adds those of the
+    launcher; None for the stock Trainer.
+
+    The first of the three that sets it turns OSDP on or off, else `on_by_default` does; each option comes from the
+    first that sets it.
+    """
+    if osdp is False:
+        return None
+    fsdp_config = _fsdp_config(args)
+    here, launched = fsdp_config.get("osdp"), launch_request().osdp
+    refuse_first({
+        f"osdp={shown(osdp)} is of type {type(osdp).__name__}; use True, False, an OSDPConfig or a mapping of its"
+        " fields.": osdp not in (None, True) and not isinstance(osdp, (OSDPConfig, Mapping)),
+        f"fsdp_config has osdp={shown(here)}; use true, false or a mapping of options.":
+            here is not None and not isinstance(here, (bool, Mapping)),
+    })  # fmt: skip
+    if osdp is None and (here is False or (here is None and not (on_by_default if launched is None else launched))):
+        return None
+    _refuse_ignored(fsdp_config)
+    places = (place for place in (here, osdp) if not isinstance(place, bool))
+    options = {name: value for place in places for name, value in stated_options(place).items()}
+    if args.torch_compile and options.get("compile") is False:
+        raise ValueError("torch_compile=True contradicts compile=False in OSDP's options; leave one of the two out.")
+    return options
+
+
+def _refuse_ignored(fsdp_config: Mapping[str, Any]) -> None:
+    """Refuse entries of `fsdp_config` that would have no effect; accept those that transformers adds itself."""
+    if fsdp_config.get("version", 2) not in (2, "2"):
+        raise ValueError(
+            f"fsdp_config has version={fsdp_config['version']!r}, which cannot run a plan; leave it out or use 2."
+        )
+    set_here = {
+        name: value
+        for name, value in fsdp_config.items()
+        if name not in _ADDED_BY_TRANSFORMERS or value not in (_ADDED_BY_TRANSFORMERS[name], None)
+    }
+    refuse_decided(set_here)
+    known = ("osdp", "version", "auto_wrap_policy", *TAKEN)
+    refuse_first({
+        f"fsdp_config has {name}={shown(value)}, which has no effect under a plan; leave it out (allowed:"
+        f" {', '.join(known)}; options of OSDPConfig go into osdp).": name not in known and value is not None
+        for name, value in set_here.items()
+    })  # fmt: skip
+
+
+def requested_plugin(
+    osdp: OSDPConfig | Mapping[str, object] | bool | None,
+    args: TrainingArguments,
+    model: nn.Module | None,
+    *,
+    on_by_default: bool,
+) -> OSDPPlugin | None:
+    """Return the plugin with all that a Trainer is given, or refuse what no plan can be made for; None for the stock
+    Trainer.
+    """
+    options = requested_options(osdp, args, on_by_default=on_by_default)
+    if options is None:
+        return None
+    full = next((name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(args, name)), "")
+    refuse_first({
+        "OSDP plans for one model; pass model=... instead of model_init.": model is None,
+        "deepspeed and OSDP both decide how the model is sharded; leave one of them out.": args.deepspeed,
+        f"{full}=True converts the weights for evaluation, which FSDP2's shards do not allow; leave it out:"
+        f" {full.partition('_')[0]}=True computes evaluations in that precision too.":
+            full and args.world_size > 1,
+        "The Trainer was given torch.compile(model); give it the model itself, and torch_compile=True in its"
+        " arguments.": model is not None and compiled_modules(model),
+    })  # fmt: skip
+    stated = {**(args.fsdp_plugin_args or {}), **({} if args.fsdp else _fsdp_config(args))}
+    return OSDPPlugin(osdp=options, **{name: stated[name] for name in TAKEN if name in stated})
+
+
+def _fsdp_config(args: TrainingArguments) -> dict[str, Any]:
+    """Return `TrainingArguments.fsdp_config` as a dict; transformers does not read it from a file unless `fsdp` is
+    set.
+    """
+    config = args.fsdp_config
+    if isinstance(config, str):
+        path, config = config, read_json(config, "fsdp_config")
+        if not isinstance(config, dict):
+            raise ValueError(
+                f"fsdp_config={path!r} holds a {type(config).__name__}; it must map option names to values."
+            )
+    return {str(name).removeprefix("fsdp_"): value for name, value in (config or {}).items()}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers.trainer
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 from transformers import Trainer as StockTrainer
@@ -20,6 +22,8 @@ from ..checkpoint.writer import on_every_rank
 from ..distributed.process_group import require_all
 from ..distributed.said_once import say_uncaught_once
 from ..distributed.stop import StopSignal
+from ..errors import InfeasibleError, OSDPError
+from ..modeling.activations import tensors_of
 from ..modeling.build import disable_cache
 from ..modeling.replaced import replaced
 from ..modeling.split.apply import only_loss_read
@@ -27,23 +31,20 @@ from ..modeling.units import canonical_name
 from ..planner.plan import Plan
 from ..preparation.announce import plan_and_announce
 from ..preparation.config import OSDPConfig
-from ..preparation.evaluation import FittedEvaluation
-from ..preparation.plan_run import PlannedRun
+from ..preparation.plan_run import FittedEvaluation, PlannedRun
 from ..sharding.between_steps import mixing_explained
 from ..sharding.environment import prepare_precision, prepare_to_plan
 from ..sharding.micro_batches import micro_batches, pad_token_of
 from ..sharding.state import free_gathered
 from ..sharding.unit_order import called_alone
 from .accelerator import OSDPAccelerator
-from .evaluation import Predicted, evaluating, predict_in_parts
-from .trainer_arguments import (
-    planned_arguments,
-    requested_plugin,
-    warn,
-)
+from .plugin import requested_plugin
 from .trainer_checkpoints import Events, TrainerCheckpoints, under_plan
-from .trainer_facts import job_of_trainer, refuse_changes
-from .trainer_loss import MicroBatchRule, adds_up
+from .trainer_facts import evaluation_loop, job_of_trainer, refuse_changes
+from .trainer_loss import MicroBatchRule, adds_up, planned_arguments, warn
+
+Predicted = tuple[torch.Tensor | None, Any, Any]
+"""Loss, outputs and labels of a batch."""
 
 
 class Trainer(TrainerCheckpoints):
@@ -83,7 +84,13 @@ class Trainer(TrainerCheckpoints):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        _check_order(cls, Trainer)
+        order = cls.__mro__
+        for other in order[order.index(Trainer) + 1 : order.index(StockTrainer)]:
+            if issubclass(other, StockTrainer) and other not in Trainer.__mro__:
+                raise TypeError(
+                    f"{cls.__name__} lists hf_osdp's Trainer before {other.__name__}, whose methods it would hide;"
+                    f" write class {cls.__name__}({other.__name__}, Trainer), or use with_osdp({other.__name__})."
+                )
         if "osdp" not in inspect.signature(cls.__init__).parameters:
             cls.__init__ = _with_osdp_argument(cls.__init__)  # type: ignore[method-assign]
 
@@ -115,11 +122,14 @@ class Trainer(TrainerCheckpoints):
         if self._moves is not None:
             self._moves.remove()
         prepare_to_plan(self.model)
-        loader = None if self.train_dataset is not None else evaluated
-        job, rule = job_of_trainer(self, trains=loader is None, loader=loader)
+        job, rule = job_of_trainer(self, None if self.train_dataset is not None else evaluated)
         prepare_precision(self.model, job.precision)
-        with rule.explained():
+        try:
             run = self._run = plan_and_announce(self.model, job)
+        except InfeasibleError as error:
+            if rule.kept is not None:  # why the planner could not choose smaller micro-batches
+                error.args = (f"{error} {rule.kept}",)
+            raise
         if self.args.auto_find_batch_size:
             warn(
                 self.args, "auto_find_batch_size=True was switched off: the plan sets %d samples at once on each"
@@ -139,11 +149,13 @@ class Trainer(TrainerCheckpoints):
         """Let the stock Trainer see the plan's arguments."""
         # transformers has switched off the model's own cache, not those of its parts
         switched = [] if self.args.use_cache else disable_cache(self.model)
+        configs = [*self._without_cache, *switched]
         try:
-            with replaced(self.args, **planned_arguments(self.args, *self._rule.loaded(run.plan))):
-                size, configs = self.args.train_batch_size, [*self._without_cache, *switched]
-                with replaced(self, _train_batch_size=size, _without_cache=configs):
-                    yield
+            with (
+                replaced(self.args, **planned_arguments(self.args, *self._rule.loaded(run.plan))),
+                replaced(self, _train_batch_size=self.args.train_batch_size, _without_cache=configs),
+            ):
+                yield
         finally:
             for config in switched:
                 config.use_cache = True
@@ -330,24 +342,10 @@ def with_osdp(trainer_class: type[StockTrainer]) -> type[StockTrainer]:
         return trainer_class
     if issubclass(Trainer, trainer_class):
         return Trainer
-    members = {
-        "__module__": trainer_class.__module__,
-        "__doc__": trainer_class.__doc__,
-        "__qualname__": trainer_class.__qualname__,
-    }
-    return type(trainer_class.__name__, (trainer_class, Trainer), members)
-
-
-def _check_order(cls: type, ours: type) -> None:
-    """Raise TypeError if a class lists our Trainer before another one, whose methods it would then hide."""
-    order = cls.__mro__
-    between = order[order.index(ours) + 1 : order.index(StockTrainer)]
-    hidden = next((other for other in between if issubclass(other, StockTrainer) and other not in ours.__mro__), None)
-    if hidden is not None:
-        raise TypeError(
-            f"{cls.__name__} lists hf_osdp's Trainer before {hidden.__name__}, whose methods it would hide;"
-            f" write class {cls.__name__}({hidden.__name__}, Trainer), or use with_osdp({hidden.__name__})."
-        )
+    return type(
+        trainer_class.__name__, (trainer_class, Trainer),
+        {name: getattr(trainer_class, name) for name in ("__module__", "__doc__", "__qualname__")},
+    )  # fmt: skip
 
 
 def _with_osdp_argument(init: Callable[..., None]) -> Callable[..., None]:
@@ -380,3 +378,55 @@ def _full_weights(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterat
     finally:
         for module, leaf, parameter in hidden:
             module._parameters[leaf] = parameter
+
+
+@contextmanager
+def evaluating(
+    trainer: StockTrainer, fitted: FittedEvaluation | None, loader: DataLoader[Any], *, keeps: bool
+) -> Iterator[None]:
+    """Let the Trainer evaluate this loader as it fits in this context; raise PreflightError if it does not."""
+    args, data = trainer.args, getattr(loader, "dataset", None)
+    if fitted is None or (keeps and not fitted.loop.keeps_outputs):  # then nothing is known of the outputs
+        yield
+        return
+    asked = evaluation_loop(args, len(data) if isinstance(data, Sized) else None, keeps=keeps)
+    asked = replace(asked, generation=fitted.loop.generation if keeps else None)
+    now = fitted.of(asked)
+    moved = args.eval_accumulation_steps if now.loop.moved_after == asked.moved_after else now.loop.moved_after
+    with replaced(args, eval_accumulation_steps=moved), replaced(trainer, _evaluation=now):
+        yield
+
+
+def predict_in_parts(
+    trainer: StockTrainer, step: Callable[..., Predicted], inputs: dict[str, Any], fitted: FittedEvaluation
+) -> Predicted:
+    """Return what a prediction step returns for a batch, from parts of it that fit. Collective.
+
+    Losses of the parts are divided by the items of the whole batch and added, or weigh by their samples.
+    """
+    size, averages = fitted.loop.micro_batch_size, fitted.asked.averages
+    try:
+        parts = micro_batches([inputs], size, averages=averages) if size < fitted.loop.batch_size else []
+    except OSDPError:  # on all ranks: this batch cannot be cut
+        parts = []
+    if len(parts) < 2:
+        return step(inputs=inputs)
+    rows, done, total, whole = len(next(iter(inputs.values()))), 0, None, None
+    items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
+    with replaced(trainer, _get_num_items_in_batch=lambda *_: items):
+        for part, share in parts:
+            loss, *kept = step(inputs=part)
+            if loss is not None:
+                loss = (loss * share if share else torch.zeros_like(loss)) if averages else loss
+                total = loss if total is None else total + loss
+            if whole is None:
+                whole = tree_map_only(torch.Tensor, lambda one: one.new_empty((rows, *one.shape[1:])), kept)
+            upto = done + len(next(iter(part.values())))
+            if any(one.shape[:1] != (upto - done,) for one in tensors_of(kept)):
+                return step(inputs=inputs)  # outputs of the batch as a whole
+            for into, one in zip(tensors_of(whole), tensors_of(kept), strict=True):
+                into[done:upto] = one
+            done = upto
+            del kept
+    assert whole is not None
+    return total, whole[0], whole[1]

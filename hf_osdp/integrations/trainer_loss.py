@@ -5,6 +5,7 @@ decided by what it divides by.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
@@ -15,10 +16,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from ..distributed.consensus import on_rank_zero
-from ..errors import InfeasibleError
 from ..modeling.batch import Inputs, training_batch, without_adapters
 from ..modeling.replaced import replaced
 from ..modeling.split.apply import only_loss_read
@@ -33,9 +34,9 @@ from ..sharding.replicas import is_under_plan
 from ..tracing.fake_model import rebound
 from ..tracing.loss_kind import LossKind, find_loss_kind
 from ..tracing.tensors import fake_like
-from .trainer_arguments import samples_of_step, warn
 from .trainer_checkpoints import TrainerCheckpoints
 
+_log = logging.getLogger(__name__)
 _DATA = ("train_dataset", "eval_dataset")
 _TOKENS = 16
 """Tokens of the rows on which the loss is examined."""
@@ -82,15 +83,40 @@ class MicroBatchRule:
         """Return whether steps are cut into micro-batches other than the batches that are loaded."""
         return run.budget is not None or self.loaded(run.plan)[0] != run.plan.micro_batch_size
 
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Add to an InfeasibleError why the planner could not choose smaller micro-batches."""
-        try:
-            yield
-        except InfeasibleError as error:
-            if self.kept is not None:
-                error.args = (f"{error} {self.kept}",)
-            raise
+
+def warn(args: TrainingArguments, line: str, *values: object) -> None:
+    """Log a warning on rank 0."""
+    if args.process_index == 0:
+        _log.warning(line, *values)
+
+
+def samples_of_step(args: TrainingArguments) -> int:
+    """Return the samples of one optimizer step over all processes; `split_batches` divides each batch among them."""
+    batch, parts = args.per_device_train_batch_size, parts_of_batch(args)
+    if batch % parts:
+        raise ValueError(
+            f"split_batches=True cannot split batches of {batch} over {parts} processes; use a"
+            f" per_device_train_batch_size that is a multiple of {parts}."
+        )
+    return batch * args.gradient_accumulation_steps * args.world_size // parts
+
+
+def parts_of_batch(args: TrainingArguments) -> int:
+    """Return over how many processes a batch of the arguments' size is split."""
+    assert isinstance(args.accelerator_config, AcceleratorConfig)
+    return args.world_size if args.accelerator_config.split_batches else 1
+
+
+def planned_arguments(args: TrainingArguments, size: int, count: int) -> dict[str, object]:
+    """Return the arguments with which the stock Trainer loads batches of `size` samples for each process, `count` of
+    them in a step, and neither searches for a batch size nor compiles the whole model.
+    """
+    return {
+        "per_device_train_batch_size": size * parts_of_batch(args),
+        "gradient_accumulation_steps": count,
+        "auto_find_batch_size": False,
+        "torch_compile": False,
+    }
 
 
 def micro_batch_rule(
@@ -118,8 +144,11 @@ def micro_batch_rule(
     reason = reason or f"The loss of {_owner_of_loss(trainer)} is a mean over batches that cannot be cut"
     is_given = requested is None and config.plan is not None and may_change
     if requested in (None, size) and not is_given:
-        arguments = "per_device_train_batch_size and gradient_accumulation_steps"
-        remedy = "OSDPConfig(micro_batch_size=...)" if may_change else arguments
+        remedy = (
+            "OSDPConfig(micro_batch_size=...)"
+            if may_change
+            else "per_device_train_batch_size and gradient_accumulation_steps"
+        )
         kept = f"{reason}, so micro-batches stay at {size} samples; set {remedy} for another size."
         if requested is None:
             warn(args, kept)
@@ -130,12 +159,7 @@ def micro_batch_rule(
             " arguments; leave it"
             f" out, or set per_device_train_batch_size={requested} and gradient_accumulation_steps."
         )
-    what = (
-        f"{reason}: a plan of other micro-batches than the {size} samples of the arguments may train differently."
-        if is_given
-        else f"{reason}: micro_batch_size={requested} may train differently than the {size} samples of the arguments."
-    )
-    warn(args, "%s", what)
+    warn(args, "%s: micro-batches may train differently than the %d samples of the arguments.", reason, size)
     return rule(chosen=requested, differs=reason)
 
 
@@ -321,7 +345,6 @@ def _examined(trainer: TrainerCheckpoints, fake_model: nn.Module) -> Iterator[No
         return last_output if any(map(is_under_plan, module.modules())) else _fake_copy(module, model, fake_model)
 
     handle = fake_model.register_forward_hook(lambda module, args, output: last.__setitem__(slice(None), [output]))
-    device = next(fake_model.parameters()).device
     try:
         for name, value in before.items():
             if name in ("model", "model_wrapped"):
@@ -330,7 +353,7 @@ def _examined(trainer: TrainerCheckpoints, fake_model: nn.Module) -> Iterator[No
                 own[name] = tree_map_only(nn.Module, copied, value)
             elif name not in _DATA:
                 own[name] = rebound(value, {id(trainer): trainer, id(model): fake_model})
-        own["accelerator"] = _LocalAccelerator(trainer.accelerator, device)
+        own["accelerator"] = _LocalAccelerator(trainer.accelerator, next(fake_model.parameters()).device)
         yield
     finally:
         handle.remove()

@@ -59,7 +59,7 @@ def announce_plan(run: PlannedRun) -> None:
             f" {run.budget.tokens:,} tokens, padding included.", soft_wrap=True,
         )  # fmt: skip
     for finding in run.findings:
-        console.print(finding.line, soft_wrap=True)
+        console.print(f"warning: {finding.message}", soft_wrap=True)
 
 
 def announce_result(run: PlannedRun, measured: Observation, output_dir: str | Path | None) -> None:

@@ -110,16 +110,15 @@ class ModelsBeside:
     def bytes(self) -> Beside | None:
         """Return what the models take whole and in shards; None if there are none that gain by it."""
         sharded = self._sharded
-        if not sharded:
-            return None
         whole = sum(tensor.nbytes for model in sharded for tensor in tensors_in(model))
-        held, gathers = zip(*(one.standing_bytes for one in sharded.values()), strict=True)
-        units = [unit for one in sharded.values() for unit in one.description.units]
-        gathered = [sum(p.numel * p.dtype.itemsize for p in unit.parameters) for unit in units]
-        most = max(gathers)  # they run one after the other
-        if sum(held) + most >= whole:
+        standing = [one.standing_bytes for one in sharded.values()]
+        held = sum(own for own, _ in standing)
+        most = max((gathers for _, gathers in standing), default=0)  # they run one after the other
+        if held + most >= whole:
             return None
-        return Beside(whole_bytes=whole, sharded_bytes=sum(held), gathers_bytes=most, gathered_bytes=tuple(gathered))
+        units = [unit for one in sharded.values() for unit in one.description.units]
+        gathered = tuple(sum(p.numel * p.dtype.itemsize for p in unit.parameters) for unit in units)
+        return Beside(whole_bytes=whole, sharded_bytes=held, gathers_bytes=most, gathered_bytes=gathered)
 
     @property
     def _sharded(self) -> dict[nn.Module, EvaluatedModel]:
@@ -134,7 +133,9 @@ class ModelsBeside:
         """Return what a `Job` knows of the models beside the trained one: those that wait for the plan, and others
         that a Trainer has `held` in its attributes, of which sharded ones count with their shards. Collective.
         """
-        self.leave_out(trained)
+        for part in trained.modules():  # which the plan itself places
+            if part in self._waiting:
+                self._waiting.pop(part).remove()
         models = {name: list(group) for name, group in (held or {}).items()} | {"models beside": [*self._waiting]}
         seen = {id(tensor) for tensor in tensors_in(trained)}
         found = {name: sum(_bytes_on_device(model, seen) for model in group) for name, group in models.items()}
@@ -146,26 +147,22 @@ class ModelsBeside:
         """Return what the models have on the device."""
         return [tensor for model in self._placed for tensor in tensors_in(model)]
 
-    def leave_out(self, trained: nn.Module) -> None:
-        """Forget the trained model and its parts, which the plan itself places."""
-        for part in trained.modules():
-            if part in self._waiting:
-                self._waiting.pop(part).remove()
-
     def place(self, *, sharded: bool) -> None:
         """Move the models to the device, whole or in shards. Collective."""
         shards = self._sharded if sharded else {}
         for model in list(self._waiting):
-            self._place(model, sharded=model in shards)
+            self._place(model, shards.get(model))
 
     def _runs(self, module: nn.Module, args: object) -> None:
         if module in self._waiting:  # and is not a copy
             self._place(module)
 
-    def _place(self, model: nn.Module, *, sharded: bool = False) -> None:
+    def _place(self, model: nn.Module, sharded: EvaluatedModel | None = None) -> None:
         self._waiting.pop(model).remove()
-        if sharded:
-            _shard(model)
+        if sharded is not None:
+            description, batch = sharded.description, Batch(micro_batch_size=1, accumulation_steps=1)
+            plan = Plan.of(description, sharded.layouts, batch, world_size=sharded.world_size, strategy="fsdp")
+            apply_plan(model, plan, description.units)
         move_to_device(model, self._device)
         self._placed.add(model)
 
@@ -179,16 +176,8 @@ def _as_sharded(model: nn.Module) -> EvaluatedModel:
         compute_dtype=DType.FLOAT32, units=units, segments=tuple(Segment(unit=index) for index in order),
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
     )  # fmt: skip
-    layout = UnitLayout(shard_size=world_size(), reshard_after_forward=True)
     return EvaluatedModel(
-        description=description, layouts=(layout,) * len(units), world_size=world_size(),
+        description=description, world_size=world_size(),
+        layouts=(UnitLayout(shard_size=world_size(), reshard_after_forward=True),) * len(units),
         job=TrainingJob(global_batch_size=world_size()), trains=False,
     )  # fmt: skip
-
-
-def _shard(model: nn.Module) -> None:
-    """Shard a model that only runs forward, in place, with rank 0's weights. Collective."""
-    evaluated = _as_sharded(model)
-    batch = Batch(micro_batch_size=1, accumulation_steps=1)
-    plan = Plan.of(evaluated.description, evaluated.layouts, batch, world_size=evaluated.world_size, strategy="fsdp")
-    apply_plan(model, plan, evaluated.description.units)

@@ -248,12 +248,6 @@ class OSDPConfig(Decisions):
             )
         return cls(**options)  # type: ignore[arg-type]
 
-    def options(self) -> dict[str, object]:
-        """Return all fields, with defaults filled in: as the first place of `merged_config`, this mapping overrides
-        all others.
-        """
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
 
 _HINTS = get_type_hints(OSDPConfig)
 

@@ -57,7 +57,7 @@ from ..tracing.describe import describe
 from ..tracing.options import ModelRun
 from ..tracing.pictures import UsualBatch
 from .cache import describe_once
-from .job import OTHER_TENSORS, Beside, Evaluation, Job
+from .job import OTHER_TENSORS, Evaluation, Job
 from .run_profile import hardware_of_run, times_of_run
 
 _log = logging.getLogger(__name__)
@@ -83,6 +83,21 @@ class FoundPlan:
         if isinstance(self.outcome, InfeasibleError):
             raise self.outcome
         return self.outcome
+
+    @property
+    def least_bytes(self) -> int:
+        """The least limit under which a plan would fit, where none does; else 0."""
+        return self.outcome.least_peak_bytes if isinstance(self.outcome, InfeasibleError) else 0
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, with gathers of models beside, which may not be hidden; infinite without a plan."""
+        if isinstance(self.outcome, InfeasibleError):
+            return math.inf
+        job, hardware = self.builder.job, self.problem.hardware
+        gathered = job.models_beside.gathered_bytes if job.models_beside is not None and job.shards_beside else ()
+        gathers = (sharded_seconds(hardware, Collective.ALL_GATHER, hardware.world_size, 1, n) for n in gathered)
+        return (self.outcome.step_s or 0.0) + self.outcome.accumulation_steps * sum(gathers)
 
     def compared(self) -> Iterator[StrategyResult]:
         """Yield every strategy at its own best batch, OSDP first."""
@@ -110,33 +125,16 @@ def find_plan(model: nn.Module, job: Job, *, hardware: Hardware | None = None) -
         found = builder(job.under_fsdp).find()
     if job.models_beside is not None and not job.shards_beside:
         sharded = found.builder.for_job(replace(found.builder.job, shards_beside=True)).find()
-        whole_s, sharded_s = (
-            one.outcome.step_s or 0.0 if isinstance(one.outcome, Plan) else math.inf for one in (found, sharded)
-        )
-        steps = sharded.outcome.accumulation_steps if isinstance(sharded.outcome, Plan) else 1
-        gathers_s = steps * _gather_s(job.models_beside, found.problem.hardware)
-        if sharded_s + gathers_s < whole_s or _least(sharded) < _least(found):
+        if (sharded.least_bytes, sharded.step_s) < (found.least_bytes, found.step_s):
             found = sharded
     device = found.problem.hardware.device
     known = DType.BFLOAT16 in device.flops_per_s
     if job.precision.compute is DType.BFLOAT16 and known and not device.native_bf16 and rank() == 0:
-        rates = [device.flops_per_s[dtype] / 1e12 for dtype in (DType.BFLOAT16, DType.FLOAT16)]
         _log.warning(
             "%s has no units for bfloat16: products run at %.1f TFLOP/s, in float16 at %.0f; use fp16.",
-            device.name, *rates,
+            device.name, *(device.flops_per_s[dtype] / 1e12 for dtype in (DType.BFLOAT16, DType.FLOAT16)),
         )  # fmt: skip
     return found
-
-
-def _least(found: FoundPlan) -> int:
-    """Return the least limit under which a plan would fit, where none does; else 0."""
-    return found.outcome.least_peak_bytes if isinstance(found.outcome, InfeasibleError) else 0
-
-
-def _gather_s(beside: Beside, hardware: Hardware) -> float:
-    """Return the seconds of the gathers of a forward, which may not be hidden."""
-    size = hardware.world_size
-    return sum(sharded_seconds(hardware, Collective.ALL_GATHER, size, 1, nbytes) for nbytes in beside.gathered_bytes)
 
 
 class ProblemBuilder:
@@ -224,9 +222,10 @@ class ProblemBuilder:
         self._measures = False  # once, also if it fails
         try:
             timed = self._describer.timed_model(self._training.micro_batch_sizes(self.job.world_size))
-            room_bytes = self.hardware.tensor_bytes(self.limit_bytes)
-            device_type = self.job.device_type
-            self.times = times_of_run(whole, timed, self.hardware, device_type=device_type, room_bytes=room_bytes)
+            self.times = times_of_run(
+                whole, timed, self.hardware, device_type=self.job.device_type,
+                room_bytes=self.hardware.tensor_bytes(self.limit_bytes),
+            )  # fmt: skip
         except ProfileError as error:
             self._untimed = f"estimated. {error}"
 
@@ -248,8 +247,7 @@ class ProblemBuilder:
         budget = replace(budget, deals=self.job.deals)
         self._training = replace(self._training, lengths=replace(lengths, budget=budget))
         cut = self._find()
-        steps = [one.outcome.step_s or 0.0 for one in (found, cut) if isinstance(one.outcome, Plan)]
-        if asked or (len(steps) == 2 and steps[1] < (1 - _GAIN) * steps[0]):
+        if asked or cut.step_s < (1 - _GAIN) * found.step_s:
             return cut
         self._training = as_loaded
         return found
@@ -358,8 +356,7 @@ class Describer:
             self._run, inputs=evaluation.inputs, loss=evaluation.outputs, trains=False,
             sequence_length=evaluation.sequence_length, activation_checkpointing=False,
         )  # fmt: skip
-        description = describe(self._model, **run.keywords, split=split, recomputation=False)
-        return self._job.with_others(description)
+        return self._job.with_others(describe(self._model, **run.keywords, split=split, recomputation=False))
 
     def _of_one_sample(self) -> ModelDescription | None:
         """Describe a model that may not run more samples at once by one alone; None if the run has larger
@@ -394,8 +391,7 @@ class Describer:
         return TimedModel(model_or_config=self._model, micro_batch_sizes=micro_batch_sizes, **run.keywords)
 
     def _traced(self, split: ModelSplit, **options: Any) -> ModelDescription:
-        description = describe_once(self._model, **self._run.keywords, split=split, **options)
-        return self._job.with_others(description)
+        return self._job.with_others(describe_once(self._model, **self._run.keywords, split=split, **options))
 
     @property
     def _run(self) -> ModelRun:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import refuse_first
+from ..modeling.batch import Inputs, Loss
 from ..planner.affine import Affine
 from ..planner.cost.evaluation import EvaluationLoop, Generation
 from ..planner.description import GatherSpan, ModelDescription, Segment
@@ -16,9 +17,6 @@ from ..planner.optimizers import impossible_places
 from ..planner.placement import ACTIVATION_OPTION
 from ..planner.training_job import Decisions, OptimizerSpec, Precision, TrainingJob
 from .config import OSDPConfig
-
-if TYPE_CHECKING:
-    from ..modeling.batch import Inputs, Loss
 
 _IGNORED_WITH_CHECKPOINTING = (("recompute", False), ("split_vocabulary", True), (ACTIVATION_OPTION, True))
 """Options that have no effect if all blocks are recomputed."""
@@ -158,31 +156,19 @@ class Job:
         """Return the same run with other options of the user."""
         return replace(self, config=replace(self.config, **options))
 
-    def check(self) -> None:
-        """Raise ValueError if options and facts contradict each other, or an option has no effect."""
-        refused = {reason: True for option, reason in self._impossible.items() if option in self.config.asked} | {
-            f"{option}={value} has no effect with activation checkpointing of all blocks; leave one of the two out.":
-                self.activation_checkpointing and getattr(self.config, option) is value
-            for option, value in _IGNORED_WITH_CHECKPOINTING
-        }  # fmt: skip
-        refused[
-            "batch_by_tokens=True needs rows of other lengths, but OSDPConfig(inputs=...) gives one; leave it out."
-        ] = self.cuts_by_length and self.inputs is not None and self.inputs is self.config.inputs
-        refuse_first(refused)
-
-    @property
-    def _impossible(self) -> dict[str, str]:
-        return impossible_places(self.optimizer, self.against_unit_steps)
-
     def training(self) -> TrainingJob:
-        """Return what the planner searches for, with the decisions that the user made; raise ValueError as `check`,
-        or if the batch does not divide.
+        """Return what the planner searches for, with the decisions that the user made; raise ValueError if options and
+        facts contradict each other, an option has no effect, or the batch does not divide.
         """
-        self.check()
-        config = self.config
+        config, impossible = self.config, impossible_places(self.optimizer, self.against_unit_steps)
+        refuse_first({reason: option in config.asked for option, reason in impossible.items()} | {
+            f"{option}={value} has no effect with activation checkpointing of all blocks; leave one of the two out.":
+                self.activation_checkpointing and getattr(config, option) is value
+            for option, value in _IGNORED_WITH_CHECKPOINTING
+        })  # fmt: skip
         assert config.global_batch_size is not None
         decided = {field.name: getattr(config, field.name) for field in fields(Decisions)}
-        decided |= dict.fromkeys(self._impossible, False)
+        decided |= dict.fromkeys(impossible, False)
         training = TrainingJob(
             global_batch_size=config.global_batch_size, precision=self.precision, optimizer=self.optimizer,
             holds_outputs=self.holds_outputs, clips_gradients=self.clips_gradients,

@@ -8,7 +8,7 @@ import logging
 import re
 import socket
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -48,7 +48,6 @@ _CUDNN_ON_FULL_DEVICE = "cudnn_status_internal_error"
 """cuDNN 9.19 raised this on an H100 without free memory; it has other causes too."""
 _FULL_BYTES = 64 * 2**20
 """With less free memory, a device is full for a library that needs workspaces of some MiB."""
-_CUDA_ERROR_MEMORY_ALLOCATION = 2  # in `torch.AcceleratorError.error_code`
 _GATHERS = ("unshard", "wait_for_unshard", "pre_forward", "pre_backward")
 _AUTOGRAD_FILE, _OPTIMIZER_FILE = "torch/autograd/graph.py", "torch/optim/"
 _AMOUNT = r"(\d+(?:\.\d+)?) ([KMGT]iB|bytes)"
@@ -66,8 +65,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     text = str(error).lower()
-    code = getattr(error, "error_code", None)
-    if code == _CUDA_ERROR_MEMORY_ALLOCATION or any(sign in text for sign in (*_HOST_SIGNS, *_DEVICE_SIGNS)):
+    if any(sign in text for sign in (*_HOST_SIGNS, *_DEVICE_SIGNS)):
         return True
     return _CUDNN_ON_FULL_DEVICE in text and torch.cuda.is_initialized() and torch.cuda.mem_get_info()[0] < _FULL_BYTES
 
@@ -114,6 +112,17 @@ def safer_limit(limit_bytes: int, plan: Plan, needed_bytes: int | None) -> int:
     return max(1, min(limit_bytes - over, int(estimate * (1 - _MIN_REDUCTION))))
 
 
+@contextmanager
+def out_of_memory_explained(handler: Callable[[], OutOfMemoryHandler | None]) -> Iterator[None]:
+    """Let the handler that there is then, if there is one, explain out-of-memory errors raised in this context."""
+    try:
+        yield
+    except Exception as error:
+        if (found := handler()) is not None:
+            found.handle(error)
+        raise
+
+
 class OutOfMemoryHandler:
     """Explain out-of-memory errors in one model's training, and restart all ranks if `on_oom="replan"`."""
 
@@ -124,15 +133,6 @@ class OutOfMemoryHandler:
         """Take the model under its plan, and the hardware of the search; None for a plan that the user gave."""
         self._model, self._plan, self._units = model, plan, tuple(units)
         self._hardware, self._replans, self._device = hardware, on_oom == "replan", device
-
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Replace the message of out-of-memory errors raised in this context by an explanation."""
-        try:
-            yield
-        except Exception as error:
-            self.handle(error)
-            raise
 
     def handle(self, error: BaseException) -> None:
         """Put an explanation into an out-of-memory error's message, once; record the next plan's limit if a

@@ -7,7 +7,6 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 
 import torch
@@ -32,25 +31,14 @@ _FIXED_SEGMENTS_MARGIN = 0.2
 """
 
 
-class Severity(str, Enum):
-    """A warning calls for action, an error stops the run."""
-
-    WARNING = "warning"
-    ERROR = "error"
-
-
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One finding; its message holds value, limit and remedy in one line."""
 
     about: str
-    severity: Severity
     message: str
-
-    @property
-    def line(self) -> str:
-        """Severity and message: `warning: ...`."""
-        return f"{self.severity.value}: {self.message}"
+    stops: bool = False
+    """It is an error, which stops the run; else a warning, which calls for action."""
 
 
 def find_problems(
@@ -85,12 +73,12 @@ def merged_findings(findings: Iterable[Finding | None]) -> tuple[Finding, ...]:
 
     Collective.
     """
-    first: dict[tuple[str, Severity], Finding] = {}
+    first: dict[tuple[str, bool], Finding] = {}
     for rank, found in enumerate(all_gather_objects(tuple(filter(None, findings)))):
         for finding in found:
             named = finding if rank == 0 else replace(finding, message=f"On rank {rank}: {finding.message}")
-            first.setdefault((finding.about, finding.severity), named)
-    if errors := [finding.message for finding in first.values() if finding.severity is Severity.ERROR]:
+            first.setdefault((finding.about, finding.stops), named)
+    if errors := [finding.message for finding in first.values() if finding.stops]:
         raise PreflightError(" ".join(errors))
     return tuple(first.values())
 
@@ -106,23 +94,23 @@ def whole_in_one_unit(units: Sequence[UnitDescription]) -> Finding | None:
     own = len(largest.module_names)  # one block, or those that a plan has joined
     if 2 * largest.numel <= total or len(repeated) <= own:
         return None
-    message = (
+    return Finding(
+        "blocks",
         f"Unit {largest.label} ({largest.class_name}) holds {format_count(largest.numel)} of {format_count(total)}"
         " parameters, all"
-        f" {len(repeated)} of {name} among them, and gathers them at once; set block_classes to the class of those."
+        f" {len(repeated)} of {name} among them, and gathers them at once; set block_classes to the class of those.",
     )
-    return Finding("blocks", Severity.WARNING, message)
 
 
 def unused_block_classes(requested: Sequence[str] | None, found: Sequence[str]) -> Finding | None:
     """Find requested classes that make no unit. If no class makes one, the description has already failed."""
     if not (unused := [name for name in requested or () if name not in found]):
         return None
-    message = (
+    return Finding(
+        "block_classes",
         f"block_classes has {', '.join(unused)}, but the model has no such module outside of other blocks; units are"
-        f" {', '.join(found)}. Leave it out if it was meant for another model."
+        f" {', '.join(found)}. Leave it out if it was meant for another model.",
     )
-    return Finding("block_classes", Severity.WARNING, message)
 
 
 def split_ties(model: nn.Module) -> Finding | None:
@@ -137,12 +125,13 @@ def split_ties(model: nn.Module) -> Finding | None:
     parameters = dict(base.named_parameters(remove_duplicate=False))
     for copy, source in ties.items():
         if copy in parameters and source in parameters and parameters[copy] is not parameters[source]:
-            message = (
+            return Finding(
+                "tied weights",
                 f"The configuration ties {copy} to {source}, but the model has two parameters: they would train"
-                " separately, and a saved"
-                " model is loaded with one of them. Call model.tie_weights(), or set config.tie_word_embeddings=False."
+                " separately, and a saved model is loaded with one of them. Call model.tie_weights(), or set"
+                " config.tie_word_embeddings=False.",
+                stops=True,
             )
-            return Finding("tied weights", Severity.ERROR, message)
     return None
 
 
@@ -154,13 +143,13 @@ def no_masters(units: Sequence[UnitDescription], precision: Precision) -> Findin
     half = [p for unit in units for p in unit.parameters if p.requires_grad and p.dtype in names]
     if precision.compute is not None or not half:
         return None
-    message = (
+    return Finding(
+        "float32 masters",
         f"{format_count(sum(p.numel for p in half))} trainable parameters are in {half[0].dtype.value}, and with"
         " mixed_precision=no the"
         f" optimizer loses small updates by rounding; use mixed_precision={names[half[0].dtype]}, or load the model in"
-        " float32."
+        " float32.",
     )
-    return Finding("float32 masters", Severity.WARNING, message)
 
 
 def fixed_segments(hardware: Hardware) -> Finding | None:
@@ -169,13 +158,13 @@ def fixed_segments(hardware: Hardware) -> Finding | None:
         return None
     size = hardware.device.memory_bytes
     free = format_bytes(size - hardware.room_bytes(size))
-    message = (
+    return Finding(
+        "allocator",
         "Torch's CUDA allocator has segments that do not expand, so gaps between tensors may take more than the margin"
         f" ({free} of the whole device); set PYTORCH_ALLOC_CONF=expandable_segments:True before the program starts,"
         " or"
-        f" memory_margin={_FIXED_SEGMENTS_MARGIN}."
+        f" memory_margin={_FIXED_SEGMENTS_MARGIN}.",
     )
-    return Finding("allocator", Severity.WARNING, message)
 
 
 def memory_now(memory: MemoryLimit | None, needed_bytes: int) -> Finding | None:
@@ -184,12 +173,13 @@ def memory_now(memory: MemoryLimit | None, needed_bytes: int) -> Finding | None:
     if memory is None or sharing * needed_bytes <= memory.free_bytes:
         return None
     whose = f"The plan's {sharing} ranks here need" if sharing > 1 else "The plan needs"
-    message = (
+    return Finding(
+        "device memory",
         f"{whose} {format_bytes(sharing * needed_bytes)} on {memory.name}, but"
         f" {format_bytes(memory.free_bytes)} of {format_bytes(memory.total_bytes)} are"
-        " available now; end the processes that hold the rest, or plan again with a lower memory limit."
+        " available now; end the processes that hold the rest, or plan again with a lower memory limit.",
+        stops=memory.name != "cpu",
     )
-    return Finding("device memory", Severity.WARNING if memory.name == "cpu" else Severity.ERROR, message)
 
 
 def device_memory(device_type: str, model: nn.Module | None = None) -> MemoryLimit | None:
@@ -203,8 +193,10 @@ def device_memory(device_type: str, model: nn.Module | None = None) -> MemoryLim
             return None
         device = own_gpu()
         free, total = torch.cuda.mem_get_info(device)
-        name = f"{torch.cuda.get_device_name(device)} {device.index}"
-        return MemoryLimit(name=name, total_bytes=total, free_bytes=free + torch.cuda.memory_reserved(device))
+        return MemoryLimit(
+            name=f"{torch.cuda.get_device_name(device)} {device.index}", total_bytes=total,
+            free_bytes=free + torch.cuda.memory_reserved(device),
+        )  # fmt: skip
     memory, ranks = tightest(memory_limits()), find_topology().ranks_per_node
     held = sum(p.nbytes for p in (model.parameters() if model else ()) if p.device.type == "cpu")
     return replace(memory, name="cpu", free_bytes=memory.free_bytes + ranks * held)
@@ -235,8 +227,11 @@ def not_writable(folder: RunFolder) -> Finding | None:
     except OSError as problem:
         reason = f"cannot be written ({problem.strerror})" if nearest.is_dir() else "is a file"
     shown = folder.path if nearest == Path(folder.path).absolute() else f"{folder.path}: {nearest}"
-    message = f"Output folder {shown} {reason}; give a folder that can be written."
-    return Finding("output folder", Severity.ERROR, message)
+    return Finding(
+        "output folder",
+        f"Output folder {shown} {reason}; give a folder that can be written.",
+        stops=True,
+    )
 
 
 def too_small(folder: RunFolder, units: Sequence[UnitDescription], optimizer: OptimizerSpec) -> Finding | None:
@@ -245,11 +240,12 @@ def too_small(folder: RunFolder, units: Sequence[UnitDescription], optimizer: Op
     free = shutil.disk_usage(_nearest(folder)).free
     if size <= free:
         return None
-    message = (
+    return Finding(
+        "output folder",
         f"{'A checkpoint' if folder.saves else 'The model'} takes {format_bytes(size)}, but the disk of"
-        f" {folder.path} has {format_bytes(free)} free; free some space, or give another folder."
+        f" {folder.path} has {format_bytes(free)} free; free some space, or give another folder.",
+        stops=folder.saves,
     )
-    return Finding("output folder", Severity.ERROR if folder.saves else Severity.WARNING, message)
 
 
 def _nearest(folder: RunFolder) -> Path:

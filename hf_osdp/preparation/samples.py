@@ -7,7 +7,7 @@ import inspect
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -86,7 +86,7 @@ def find_batches(dataset: Any, collate: Collate, *, mixes: bool = False) -> Batc
     """
     collate = _copy_collator(collate)
     try:
-        with _preserve_random_states(), _preserve_generators(dataset):
+        with _undisturbed(dataset):
             samples, seen, is_whole = ([], 0, False) if dataset is None else _longest_samples(dataset)
             batches = [_collate(collate, [sample]) for sample in samples]
             if mixes and samples:
@@ -121,8 +121,9 @@ class RowLengths(NamedTuple):
         """Return them for a planner (`Lengths`); None if all are the same."""
         if len(set(self.tokens)) == 1:
             return None
-        fixed = len(set(self.padded)) == 1
-        return Lengths.of(self.tokens, longest, padded_to_longest=fixed, padded_together=padded_together)
+        return Lengths.of(
+            self.tokens, longest, padded_to_longest=len(set(self.padded)) == 1, padded_together=padded_together
+        )
 
 
 def find_lengths(dataset: Any, collate: Collate) -> RowLengths | None:  # noqa: ANN401  of any library
@@ -134,7 +135,7 @@ def find_lengths(dataset: Any, collate: Collate) -> RowLengths | None:  # noqa: 
     collate, started, found = _copy_collator(collate), time.monotonic(), dict[tuple[int, int], Any]()
     lengths = list[tuple[int, int]]()
     try:
-        with _preserve_random_states(), _preserve_generators(dataset):
+        with _undisturbed(dataset):
             for index in random.Random(0).sample(range(len(dataset)), min(len(dataset), _MOST_LENGTHS)):
                 row = dataset[index]  # type: ignore[index]  # a map of rows
                 batch = _collate(collate, [row])
@@ -170,8 +171,8 @@ def _longest_samples(dataset: Any) -> tuple[list[Any], int, bool]:  # noqa: ANN4
         total = len(dataset)
         if total and (rows := _longest_rows(dataset)) is not None:
             return [dataset[row] for row in rows], total, True
-        indices = random.Random(0).sample(range(total), min(total, _MAX_SAMPLES))
-        samples, seen = _longest(dataset[index] for index in indices)
+        drawn = random.Random(0).sample(range(total), min(total, _MAX_SAMPLES))
+        samples, seen = _longest(dataset[index] for index in drawn)
         return samples, seen, seen == total
     try:
         stream = copy.deepcopy(dataset)
@@ -197,13 +198,6 @@ def tokens_of(batch: object) -> int | None:
     )
 
 
-def accepts_as_keywords(model: nn.Module, batch: object) -> bool:
-    """Return whether a model can be called as `model(**batch)`."""
-    parameters = inspect.signature(model.forward).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return isinstance(batch, Mapping) and (takes_any or set(batch) <= set(parameters))
-
-
 def batches_of_loader(
     loader: DataLoader[Any], model: nn.Module, sequence_length: int | None
 ) -> tuple[Batches | None, int | None]:
@@ -214,7 +208,9 @@ def batches_of_loader(
     mixes = type(loader.batch_sampler) is BatchSampler and loader.batch_sampler.batch_size > 1
     mixes = mixes and type(loader.sampler) in (RandomSampler, SequentialSampler)
     found = None if loader.collate_fn is None else find_batches(loader.dataset, loader.collate_fn, mixes=mixes)
-    used = found if found is not None and accepts_as_keywords(model, found(1)) else None
+    batch, taken = None if found is None else found(1), inspect.signature(model.forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+    used = found if isinstance(batch, Mapping) and (takes_any or set(batch) <= set(taken)) else None
     tokens = None if found is None else found.tokens or (None if used is None else 1)
     length = row_tokens(tokens, sequence_length)
     return None if used is None else used.with_rows(length), length
@@ -229,10 +225,13 @@ def lengths_of_loader(loader: DataLoader[Any], longest: int | None) -> Lengths |
     return None if found is None or longest is None else found.unequal(longest)
 
 
-def with_length_of_inputs(config: OSDPConfig, model: nn.Module, *, known: bool = False) -> OSDPConfig:
-    """Return the options with the tokens of a row of the user's own `inputs`, 1 if these have none. Unless the inputs
-    are `known`, raise ValueError for a model of which nothing says them.
+def loop_options(config: OSDPConfig, model: nn.Module, *, known: bool = False) -> OSDPConfig:
+    """Return a loop's options with the tokens of a row of the user's own `inputs`, 1 if these have none.
+
+    Raises:
+        ValueError: the model cannot have batch_by_tokens, or nothing says its inputs, which are not `known`.
     """
+    refuse_lengths(config, model)
     if config.inputs is None and getattr(model, "config", None) is None and config.plan is None and not known:
         raise ValueError(
             f"The inputs of {type(model).__name__} are not known; give OSDPConfig(inputs=...), a function from a"
@@ -250,10 +249,6 @@ def refuse_lengths(config: OSDPConfig, model: nn.Module) -> None:
         raise ValueError(f"batch_by_tokens=True cannot be used, since {reason}; leave it out.")
 
 
-def _preserve_random_states() -> AbstractContextManager[None]:
-    return random_states_kept(range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0))
-
-
 def _attributes(owner: object, follows: Callable[[Any], bool]) -> Iterator[tuple[object, str, Any]]:
     """Yield the attributes of an object, and of at most seven objects inside it, with their owners and names."""
     owners = [owner]
@@ -265,10 +260,13 @@ def _attributes(owner: object, follows: Callable[[Any], bool]) -> Iterator[tuple
 
 
 @contextmanager
-def _preserve_generators(dataset: object) -> Iterator[None]:
-    """Replace the random number generators of a dataset, and of objects inside it, by copies in this context."""
+def _undisturbed(dataset: object = None) -> Iterator[None]:
+    """Restore all random number generators after this context, and let a dataset, and objects inside it, use copies
+    of their own.
+    """
     found = list(_attributes(dataset, lambda value: hasattr(value, "__dict__") and not _is_generator(value)))
-    with ExitStack() as stack:
+    devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+    with random_states_kept(devices), ExitStack() as stack:
         for owner, name, value in found:
             if _is_generator(value):
                 stack.enter_context(replaced(owner, **{name: copy.deepcopy(value)}))
@@ -294,7 +292,7 @@ def _copy_collator(collate: Collate) -> Collate:
 
 def _collate(collate: Collate, samples: Sequence[Any]) -> Any:  # noqa: ANN401
     """Collate copies of the samples, since some collators remove fields."""
-    with _preserve_random_states():  # collators may use random numbers
+    with _undisturbed():  # collators may use random numbers
         return collate([copy.copy(sample) if isinstance(sample, dict) else sample for sample in samples])
 
 

@@ -232,8 +232,8 @@ def run(name: str, folder: str, limit: int, resumes: bool) -> tuple[dict[str, tu
     room = found.hardware.room_bytes(found.plan.memory_limit_bytes) - outside
     other = found.inputs.description.other_bytes
     assert found.shards_beside == (job.shards_beside and limit < LIMIT)
-    changes = "" if found.evaluation is None else found.evaluation.changes
-    assert ("parts" in changes, "eval_accumulation_steps" in changes) == (job.parts, job.moves)
+    line = "" if found.evaluation is None else found.evaluation.line
+    assert ("parts" in line, "eval_accumulation_steps" in line) == (job.parts, job.moves)
     less = found.hardware.limit_for(found.plan.peak_bytes - other // 4)
     return {part: (parts[part], nbytes) for part, nbytes in measured.items()}, room, less
 

@@ -37,7 +37,7 @@ from hf_osdp.planner.search.search import search
 from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, TrainingJob
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.preparation.plan_run import check_whole
-from hf_osdp.preparation.preflight import Finding, Severity, merged_findings
+from hf_osdp.preparation.preflight import Finding, merged_findings
 from hf_osdp.quantities import format_seconds
 from hf_osdp.report.content import report_content
 from hf_osdp.report.plan_file import PlanInputs
@@ -253,8 +253,8 @@ def test_closures_and_rounding_at_random_are_refused():
 def test_findings_of_one_rank_stop_all_and_warnings_stand_once():
     rank = dist.get_rank()
     with pytest.raises(PreflightError, match=r"^On rank 1: Bad here\.$"):
-        merged_findings([Finding("model", Severity.ERROR if rank else Severity.WARNING, "Bad here.")])
-    few = [Finding("model", Severity.WARNING, f"Few on {rank}.")]
+        merged_findings([Finding("model", "Bad here.", stops=bool(rank))])
+    few = [Finding("model", f"Few on {rank}.")]
     assert [finding.message for finding in merged_findings(few)] == ["Few on 0."]
 
 

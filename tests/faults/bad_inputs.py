@@ -33,8 +33,7 @@ from hf_osdp.distributed import process_group
 from hf_osdp.distributed.process_group import prepare_group
 from hf_osdp.integrations.launch import launch_request
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
-from hf_osdp.integrations.plugin import OSDPPlugin
-from hf_osdp.integrations.trainer_arguments import requested_options
+from hf_osdp.integrations.plugin import OSDPPlugin, requested_options
 from hf_osdp.modeling.split.operators import split_operators
 from hf_osdp.modeling.units import find_units, refuse_changed
 from hf_osdp.planner.cost.evaluation import EvaluationLoop

@@ -1,4 +1,4 @@
-"""Options of OSDP from `accelerate launch`, by Accelerate's own reader and launcher; which errors end a script how."""
+"""Options of OSDP from `accelerate launch`, by Accelerate's own reader and launcher; how a loop ends."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 
 from hf_osdp.distributed.stop import EXIT_CODE, Stopped
 from hf_osdp.integrations.accelerator import OSDPAccelerator
-from hf_osdp.integrations.launch import USER_ERROR, LaunchRequest, launch_request, run_script
-from hf_osdp.planner.plan import Plan
-from hf_osdp.preparation.config import OSDPConfig, merged_config
+from hf_osdp.integrations.launch import LaunchRequest, launch_request
+from hf_osdp.integrations.plugin import OSDPPlugin
+from hf_osdp.preparation.config import OSDPConfig
 
 FILES = sorted((Path(__file__).parents[3] / "accelerate_configs").glob("*.yaml"))
 
@@ -32,7 +32,7 @@ def test_launch_request_is_empty_without_launcher_and_for_plain_fsdp():
     "OSDP", "{'osdp': True, 1: 2}", "{{}: 1, 'osdp': True}", "{'osdp': " + "[" * 15000,
     "{'osdp': True, 'memory_limit': " + "-" * 15000 + "1}", "{'osdp': True, 'memory_limit': " + "1" * 10**6 + "}",
     "{'osdp': __import__('os').system('ls')}", "{'memory_limit': '8GiB'}",
-])  # fmt: skip
+], ids=["word", "key", "mapping as key", "brackets", "signs", "digits", "call", "no switch"])  # fmt: skip
 def test_launch_request_refuses_what_it_cannot_read_in_one_line(strategy):
     with pytest.raises(ValueError, match="cannot be read") as caught:
         requested(strategy)
@@ -41,7 +41,7 @@ def test_launch_request_refuses_what_it_cannot_read_in_one_line(strategy):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_accelerate_reads_each_file_and_launch_passes_its_options_on(path, tmp_path):
+def test_accelerate_reads_each_file_and_launch_passes_its_options_on_to_the_plugin(path, tmp_path, monkeypatch):
     config = load_config_from_file(str(path))
     assert config.distributed_type == "FSDP" and config.fsdp_config["fsdp_version"] == 2
     config.to_yaml_file(tmp_path / "again.yaml")  # as `accelerate config update` writes it
@@ -49,34 +49,16 @@ def test_accelerate_reads_each_file_and_launch_passes_its_options_on(path, tmp_p
     assert again.fsdp_config == config.fsdp_config and again.num_processes == config.num_processes
 
     args, *_ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(path), "train.py"]))
-    request = launch_request(prepare_multi_gpu_env(args))
+    for name, value in prepare_multi_gpu_env(args).items():
+        if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP")):
+            monkeypatch.setenv(name, value)
+    request = launch_request()
     stated = dict(config.fsdp_config["fsdp_sharding_strategy"])
     assert (request.osdp, request.use_cpu) == (stated.pop("osdp"), stated.pop("use_cpu", False))
     assert request.osdp and request.use_cpu == ("cpu" in path.stem)
-    assert request.options.items() >= stated.items() and isinstance(merged_config({}, request.options), OSDPConfig)
-
-
-# ---- how scripts end
-
-
-def refuse_in_script():
-    raise ValueError("block_size=64 is too long;\nuse 32.")
-
-
-@pytest.mark.parametrize(
-    ("main", "line"),
-    [
-        (lambda: OSDPConfig(strategy="zero3"), "error: strategy='zero3' is not known"),
-        (refuse_in_script, "error: block_size=64 is too long; use 32."),
-        (lambda: Plan.load("nowhere.json"), "error: Cannot read the plan nowhere.json"),
-    ],
-)
-def test_run_script_shows_refused_input_in_one_line(main, line, capsys):
-    with pytest.raises(SystemExit) as stop:
-        run_script(main)
-    assert stop.value.code == USER_ERROR
-    said = capsys.readouterr().err
-    assert said.startswith(line) and said.count("\n") == 1
+    plugin = OSDPPlugin()
+    assert request.options.items() >= stated.items() and plugin.config == OSDPConfig.from_options(request.options)
+    assert plugin.fsdp_version == 2
 
 
 @pytest.mark.parametrize("error", [KeyError("lost"), KeyboardInterrupt(), SystemExit(EXIT_CODE), Stopped(EXIT_CODE)])

@@ -8,12 +8,13 @@ import inspect
 import pytest
 import torch
 import transformers
-from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Seq2SeqTrainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Seq2SeqTrainer
 
 import hf_osdp
 from hf_osdp import OSDPConfig, with_osdp
-from hf_osdp.planner.presets import preset
+from tests.helpers.trainers import small_arguments, token_rows
+
+CONFIG = OSDPConfig(hardware="cpu")
 
 
 class Scaled(transformers.Trainer):
@@ -39,19 +40,12 @@ def model():
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, num_attention_heads=2, **sizes))
 
 
-def rows():
-    return Dataset.from_dict({name: [[1] * 16, [2] * 16] for name in ("input_ids", "labels")})
+@pytest.fixture
+def about(tmp_path):
+    return {"args": small_arguments(tmp_path), "train_dataset": token_rows(2, 16), "osdp": CONFIG}
 
 
-def arguments(tmp_path, **options):
-    small = {"use_cpu": True, "per_device_train_batch_size": 2, "report_to": []}
-    return TrainingArguments(output_dir=str(tmp_path / "out"), **small, **options)
-
-
-CONFIG = OSDPConfig(hardware=preset("cpu"))
-
-
-def test_osdp_is_an_option_of_subclasses_unaware_of_it(tmp_path):
+def test_osdp_is_an_option_of_subclasses_unaware_of_it(about):
     class Mine(Scaled, hf_osdp.Trainer):
         pass
 
@@ -65,11 +59,11 @@ def test_osdp_is_an_option_of_subclasses_unaware_of_it(tmp_path):
             super().__init__(model, args, scale, train_dataset=train_dataset)
 
     for cls in (with_osdp(Scaled), Mine, Bound):
-        trainer = cls(model(), arguments(tmp_path), 2.0, train_dataset=rows(), osdp=CONFIG)
+        trainer = cls(model(), scale=2.0, **about)
         assert isinstance(trainer, Scaled) and isinstance(trainer, hf_osdp.Trainer) and trainer.scale == 2.0
     assert trainer.plan is not None
-    assert with_osdp(Scaled)(model(), arguments(tmp_path), 2.0, train_dataset=rows(), osdp=False).plan is None
-    known = Known(model=model(), args=arguments(tmp_path), train_dataset=rows(), osdp=CONFIG)
+    assert with_osdp(Scaled)(model(), scale=2.0, **{**about, "osdp": False}).plan is None
+    known = Known(model=model(), **about)
     assert known.given is CONFIG and known.plan is not None
     assert with_osdp(Scaled).__name__ == "Scaled"
     assert "scale" in inspect.signature(with_osdp(Scaled).__init__).parameters
@@ -84,16 +78,14 @@ def test_with_osdp_keeps_known_classes_and_refuses_others():
         type("Wrong", (hf_osdp.Trainer, Scaled), {})
 
 
-def test_plan_is_made_for_the_loss_that_runs(tmp_path):
-    own = with_osdp(Scaled)(model(), arguments(tmp_path), 1.0, train_dataset=rows(), osdp=CONFIG)
-    stock = hf_osdp.Trainer(model=model(), args=arguments(tmp_path), train_dataset=rows(), osdp=CONFIG)
+def test_plan_is_made_for_the_loss_that_runs(about):
+    own, stock = with_osdp(Scaled)(model(), scale=1.0, **about), hf_osdp.Trainer(model=model(), **about)
     assert own.plan.sequence_length == stock.plan.sequence_length == 16
     assert own.seen == [] and "compute_loss" not in vars(own), "the trainer itself stays as it is"
-    assert own._run.inputs.description.trace.startswith("fake tensors")
-    segments = [trainer._run.inputs.description.segments for trainer in (own, stock)]
-    held = [sum(segment.saved_bytes.bytes(2) for segment in each) for each in segments]
+    descriptions = [trainer._run.inputs.description for trainer in (own, stock)]
+    held = [sum(segment.saved_bytes.bytes(2) for segment in each.segments) for each in descriptions]
     assert held[0] != held[1]
-    assert own._run.inputs.description.other_bytes == (3 * 5 + 5) * 4
+    assert descriptions[0].trace.startswith("fake tensors") and descriptions[0].other_bytes == (3 * 5 + 5) * 4
 
 
 class Weighs(transformers.Trainer):
@@ -124,9 +116,8 @@ class Holds(torch.nn.Module):
         return self.inner(**inputs).loss * self.own.sum()
 
 
-def test_tracing_leaves_modules_and_counters_of_a_loss_as_they_are(tmp_path):
+def test_tracing_leaves_modules_and_counters_of_a_loss_as_they_are(about):
     holds, own, given, enclosed = Holds(inner := model()), Anneals(), Anneals(), Anneals()
-    about = {"args": arguments(tmp_path), "train_dataset": rows(), "osdp": CONFIG}
     trainers = [with_osdp(Weighs)(model=of, weigh=loss, **about) for of, loss in ((inner, holds), (model(), own))]
     for loss in (given, lambda outputs, labels, num_items_in_batch=None: enclosed(outputs, labels)):
         trainers.append(hf_osdp.Trainer(model=model(), compute_loss_func=loss, **about))

@@ -10,17 +10,14 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_osdp.errors import PreflightError
-from hf_osdp.integrations.evaluation import generation_of
 from hf_osdp.integrations.trainer import Trainer, with_osdp
+from hf_osdp.integrations.trainer_facts import generation_of
+from tests.helpers.trainers import small_arguments, small_trainer, token_rows
 
 LENGTH, NEW = 12, 9
-
-
-def rows(count: int = 8, vocabulary: int = 61) -> list[dict[str, torch.Tensor]]:
-    ids = torch.randint(3, vocabulary, (count, LENGTH), generator=torch.Generator().manual_seed(3))
-    return [{"input_ids": row, "labels": row} for row in ids]
 
 
 def t5() -> nn.Module:
@@ -29,29 +26,28 @@ def t5() -> nn.Module:
     return transformers.T5ForConditionalGeneration(config)
 
 
-def llama() -> nn.Module:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=61, eos_token_id=None)
-    return transformers.LlamaForCausalLM(config)
+def llama(vocabulary: int = 61, layers: int = 3) -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=vocabulary, eos_token_id=None)
+    return LlamaForCausalLM(config)
 
 
-def trainer_of(folder: Any, model: nn.Module, data: Any, *, limit: str = "1GiB", **arguments: Any) -> Any:
-    args = transformers.Seq2SeqTrainingArguments(
-        str(folder), use_cpu=True, report_to="none", max_steps=1, save_strategy="no",
-        **{"per_device_train_batch_size": 1, **arguments},
-    )  # fmt: skip
-    return with_osdp(transformers.Seq2SeqTrainer)(
-        model=model, args=args, train_dataset=data, eval_dataset=data, compute_metrics=lambda prediction: {},
-        osdp={"memory_limit": limit, "hardware": "cpu", "operator_splitting": False, "recompute": False},
+def trainer_of(folder: Any, model: nn.Module, *, limit: str = "1GiB", data: Any = None, **arguments: Any) -> Any:
+    kind, data = transformers.Seq2SeqTrainingArguments, token_rows() if data is None else data
+    args = small_arguments(folder, kind, **{"max_steps": 1, "per_device_train_batch_size": 1, **arguments})
+    osdp = {"memory_limit": limit, "operator_splitting": False, "recompute": False}
+    return small_trainer(
+        folder, with_osdp(transformers.Seq2SeqTrainer), model, args=args, osdp=osdp, train_dataset=data,
+        eval_dataset=data, compute_metrics=lambda prediction: {},
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("make", [t5, llama])
 def test_cache_takes_what_generation_has_in_the_end(tmp_path, make):
     model = make()
-    trainer = trainer_of(tmp_path, model, rows(), generation_num_beams=2)
+    trainer = trainer_of(tmp_path, model, generation_num_beams=2)
     model.generation_config.max_new_tokens = NEW
-    batch = torch.stack([row["input_ids"] for row in rows(1)])
+    batch = torch.stack([row["input_ids"] for row in token_rows(1)])
     cache = model.generate(
         input_ids=batch, num_beams=2, min_new_tokens=NEW, max_new_tokens=NEW, return_dict_in_generate=True
     ).past_key_values
@@ -66,53 +62,45 @@ def test_cache_takes_what_generation_has_in_the_end(tmp_path, make):
 def test_generation_is_refused_before_training_where_its_cache_cannot_fit(tmp_path):
     generates = {"predict_with_generate": True, "generation_num_beams": 4, "per_device_eval_batch_size": 16}
     with pytest.raises(PreflightError, match=r"in batches of 8 needs .* \(generation\), .*; set per_device_"):
-        trainer_of(tmp_path, t5(), rows(), limit="8MiB", generation_max_length=4096, **generates).train()
-    trainer = trainer_of(tmp_path, t5(), rows(), limit="8MiB", generation_max_length=16, **generates)
+        trainer_of(tmp_path, t5(), limit="8MiB", generation_max_length=4096, **generates).train()
+    trainer = trainer_of(tmp_path, t5(), limit="8MiB", generation_max_length=16, **generates)
     assert trainer.plan is not None and trainer._run.evaluation.loop.generation is not None
 
 
 def test_evaluation_is_refused_before_training_with_a_batch_size_that_fits(tmp_path):
-    wide = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=9000,
-    )  # fmt: skip
-    data = rows(64, 9000)
-    asked = {"per_device_eval_batch_size": 32, "eval_accumulation_steps": 2}
-    trainer = trainer_of(tmp_path, transformers.LlamaForCausalLM(wide), data, limit="30MiB", **asked)
-    with pytest.raises(
-        PreflightError, match=r"Evaluation in batches of 32 needs .* set per_device_eval_batch_size=\d+ or"
-    ) as refused:
-        trainer.train()
-    assert trainer.state.global_step == 0
-    size = int(str(refused.value).partition("batch_size=")[2].partition(" ")[0])
-    for fits in (True, False):
-        again = {**asked, "per_device_eval_batch_size": size if fits else size + 1}
-        trainer = trainer_of(tmp_path, transformers.LlamaForCausalLM(wide), data, limit="30MiB", **again)
-        if fits:
-            assert trainer.plan is not None and not trainer._run.evaluation.changes.startswith("; to fit, eval_acc")
-        else:
-            with pytest.raises(PreflightError, match=f"batches of {size + 1} needs"):
-                trainer.plan  # noqa: B018
+    def trainer(size: int) -> Any:
+        asked = {"per_device_eval_batch_size": size, "eval_accumulation_steps": 2}
+        data = token_rows(64, vocabulary=9000)
+        return trainer_of(tmp_path, llama(9000, layers=1), limit="30MiB", data=data, **asked)
+
+    too_large = trainer(32)
+    with pytest.raises(PreflightError, match=r"in batches of 32 needs .* set per_device_eval_batch_size=\d+ or") as no:
+        too_large.train()
+    assert too_large.state.global_step == 0
+    size = int(str(no.value).partition("batch_size=")[2].partition(" ")[0])
+    with pytest.raises(PreflightError, match=f"batches of {size + 1} needs"):
+        trainer(size + 1).plan  # noqa: B018
+    fits = trainer(size)
+    assert fits.plan is not None and "to fit, eval_acc" not in fits._run.evaluation.line
 
 
 def test_rollouts_that_cannot_fit_are_refused_before_training_with_what_to_lower(tmp_path):
     trl = pytest.importorskip("trl", reason="needs the extra `trainers`")
     from tests.compatibility.data import prompts, tokenizer
 
-    args = trl.GRPOConfig(
-        str(tmp_path), use_cpu=True, report_to="none", max_steps=1, save_strategy="no", num_generations=2,
-        per_device_train_batch_size=2, gradient_accumulation_steps=8, max_completion_length=4096, bf16=False,
+    args = small_arguments(
+        tmp_path, trl.GRPOConfig, max_steps=1, num_generations=2, gradient_accumulation_steps=8,
+        max_completion_length=4096, bf16=False,
     )  # fmt: skip
 
     def trainer(limit: str) -> Any:
-        return with_osdp(trl.GRPOTrainer)(
-            model=llama(), args=args, train_dataset=prompts(),
-            processing_class=tokenizer(), reward_funcs=lambda completions, **rest: [0.0] * len(completions),
-            osdp={"memory_limit": limit, "hardware": "cpu", "report": False},
+        return small_trainer(
+            tmp_path, with_osdp(trl.GRPOTrainer), llama(), args=args, osdp={"memory_limit": limit, "report": False},
+            train_dataset=prompts(), processing_class=tokenizer(),
+            reward_funcs=lambda completions, **rest: [0.0] * len(completions),
         )  # fmt: skip
 
-    with pytest.raises(
-        PreflightError, match=r"Generating 16 completions at once needs .*; lower steps_per_generation"
-    ):
+    with pytest.raises(PreflightError, match=r"Generating 16 completions at once needs .*; lower steps_per_generat"):
         trainer("32MiB").plan  # noqa: B018
     run = trainer("8GiB")
     assert run.plan is not None
@@ -122,10 +110,8 @@ def test_rollouts_that_cannot_fit_are_refused_before_training_with_what_to_lower
 
 
 def test_vllm_inside_trl_gets_its_share(tmp_path):
-    asked = SimpleNamespace(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.25)
-    trainer = trainer_of(tmp_path, llama(), rows())
-    for name, value in vars(asked).items():
-        setattr(trainer.args, name, value)
+    trainer = trainer_of(tmp_path, llama())
+    vars(trainer.args).update(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.25)
     assert trainer.plan is not None
     run = trainer._run
     assert run.hardware.beside_bytes == round(0.25 * run.hardware.device.memory_bytes)
@@ -139,16 +125,12 @@ def test_generation_of_a_model_without_heads_is_not_known():
 
 
 def test_a_prediction_without_an_evaluation_goes_to_the_host_earlier_where_it_would_not_fit(tmp_path):
-    def trainer(kind: Any, **more: Any) -> Any:
+    def trainer(kind: Any) -> Any:
         torch.manual_seed(0)
-        args = transformers.TrainingArguments(
-            str(tmp_path), use_cpu=True, report_to="none", max_steps=1, save_strategy="no", do_predict=True,
-            per_device_train_batch_size=1,
-        )  # fmt: skip
-        return kind(model=llama(), args=args, train_dataset=rows(), **more)
+        asked = {"do_predict": True, "per_device_train_batch_size": 1}
+        return small_trainer(tmp_path, kind, llama(), arguments=asked, train_dataset=token_rows())
 
-    want = trainer(transformers.Trainer).predict(rows(40))
-    ours = trainer(Trainer, osdp={"hardware": "cpu", "report": False})
+    want, ours = trainer(transformers.Trainer).predict(token_rows(40)), trainer(Trainer)
     assert ours.plan is not None and ours.args.eval_accumulation_steps is None
     fitted = ours._run.evaluation
     least = fitted.model.peak(replace(fitted.loop, samples=40, moved_after=2))[0]
@@ -161,6 +143,6 @@ def test_a_prediction_without_an_evaluation_goes_to_the_host_earlier_where_it_wo
         return step(*args, **kwargs)
 
     ours.prediction_step = noted
-    got = ours.predict(rows(40))
+    got = ours.predict(token_rows(40))
     assert moved == [2] * 5
     assert (got.predictions == want.predictions).all() and (got.label_ids == want.label_ids).all()

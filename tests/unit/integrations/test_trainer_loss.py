@@ -15,28 +15,21 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
-    TrainingArguments,
     default_data_collator,
 )
 
 import hf_osdp
 from hf_osdp import InfeasibleError, OSDPConfig, with_osdp
 from hf_osdp.integrations.trainer_facts import job_of_trainer
+from tests.helpers.trainers import small_arguments, token_rows
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIZES["vocab_size"] = 64
 CONFIG = OSDPConfig(hardware="cpu", operator_splitting=False)
 
 
-def arguments(tmp_path, **options):
-    given = {"per_device_train_batch_size": 2, "report_to": [], "use_cpu": True, "save_strategy": "no"}
-    return TrainingArguments(output_dir=str(tmp_path / "out"), **{**given, **options})
-
-
-def rows(count=2, length=8, label=None):
-    made = torch.Generator().manual_seed(3)
-    ids = [torch.randint(3, 60, (length,), generator=made) for _ in range(count)]
-    return [{"input_ids": row, "labels": row.clone() if label is None else label(row)} for row in ids]
+def rows(count=2, **options):
+    return token_rows(count, 8, **options)
 
 
 def llama(cls=LlamaForCausalLM, **options):
@@ -66,11 +59,11 @@ class OwnSum(transformers.Trainer):
         return model(**inputs).logits.pow(2).sum() / num_items_in_batch
 
 
-class Divides(transformers.Trainer):
+class Divides(OwnMean):
     loss_is_scaled_for_ga = True
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return model(**inputs).logits.pow(2).mean() / self.args.gradient_accumulation_steps
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs) / self.args.gradient_accumulation_steps
 
 
 def divided(outputs, labels, num_items_in_batch=None):
@@ -149,31 +142,33 @@ ONE_LABEL = {"train_dataset": rows(label=lambda row: torch.tensor(1))}
 ])  # fmt: skip
 def test_micro_batches_stay_unless_their_losses_add_up(tmp_path, caplog, make, base, options, given, reason):
     """That those which change train as in stock: tests/compatibility, "micro-batches left to the planner"."""
-    args = arguments(tmp_path, gradient_accumulation_steps=2, **options)
+    args = small_arguments(tmp_path, gradient_accumulation_steps=2, **options)
     cls = with_osdp(base or transformers.Trainer)
     trainer = cls(model=make(), args=args, osdp=CONFIG, **{"train_dataset": rows(), **given})
-    _, rule = job_of_trainer(trainer, trains=True, loader=None)
+    _, rule = job_of_trainer(trainer)
     assert (rule.size, rule.chosen) == (2, 2 if reason else None)
     assert reason is None or (reason in caplog.text and "micro-batches stay at 2 samples" in caplog.text)
 
 
+def trainer_of(tmp_path, model, data=None, **osdp):
+    args, osdp = small_arguments(tmp_path), OSDPConfig(hardware="cpu", **osdp)
+    return hf_osdp.Trainer(model=model, args=args, train_dataset=data or rows(), osdp=osdp)
+
+
 def test_infeasible_error_says_why_micro_batches_are_no_smaller(tmp_path):
-    osdp = OSDPConfig(hardware="cpu", operator_splitting=False, memory_limit="64KiB")
-    trainer = hf_osdp.Trainer(model=llama(Mean), args=arguments(tmp_path), train_dataset=rows(), osdp=osdp)
+    trainer = trainer_of(tmp_path, llama(Mean), operator_splitting=False, memory_limit="64KiB")
     with pytest.raises(InfeasibleError, match=f"The loss of Mean {WHOLE}, so micro-batches stay at 2 samples"):
         trainer.plan  # noqa: B018
 
 
 def test_micro_batch_size_that_would_multiply_loss_parts_is_refused(tmp_path):
-    osdp = OSDPConfig(hardware="cpu", micro_batch_size=1)
-    args = arguments(tmp_path)
+    trainer = trainer_of(tmp_path, mixtral(output_router_logits=True), micro_batch_size=1)
     with pytest.raises(ValueError, match="so micro_batch_size=1 would train something else than the 2 samples"):
-        hf_osdp.Trainer(model=mixtral(output_router_logits=True), args=args, train_dataset=rows(), osdp=osdp).train()
+        trainer.train()
 
 
 def test_steps_are_not_cut_by_length_where_micro_batches_may_train_differently(tmp_path, caplog):
-    osdp = OSDPConfig(hardware="cpu", micro_batch_size=1, batch_by_tokens=True)
     data = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in rows()]
-    trainer = hf_osdp.Trainer(model=llama(Mean), args=arguments(tmp_path), train_dataset=data, osdp=osdp)
+    trainer = trainer_of(tmp_path, llama(Mean), data, micro_batch_size=1, batch_by_tokens=True)
     assert trainer.plan.micro_batch_size == 1 and trainer._run.budget is None
     assert f"batch_by_tokens=True has no effect: The loss of Mean {WHOLE}" in caplog.text

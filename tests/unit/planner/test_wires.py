@@ -15,7 +15,7 @@ from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.training_job import EXACT, FORMATS, Precision, TrainingJob, formats_up_to
 from hf_osdp.planner.wire import WireFormat
 from hf_osdp.preparation.config import OSDPConfig
-from hf_osdp.preparation.plan_run import check_communication
+from hf_osdp.preparation.plan_run import check_given_plan
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import toy_hardware
 
@@ -111,9 +111,9 @@ def test_given_plan_of_coarser_formats_than_allowed_is_refused():
     once = Batch(micro_batch_size=1, accumulation_steps=1)
     plan = Plan.of(description, [layout] * len(description.units), once, world_size=4)
     for allowed in ("exact", "bf16"):
-        with pytest.raises(PlanError, match=f"in int8, but communication='{allowed}'; set communication='int8'"):
-            check_communication(plan, OSDPConfig(plan=plan, communication=allowed))
-    check_communication(plan, OSDPConfig(plan=plan, communication="int4"))
+        with pytest.raises(PlanError, match=f"in int8, but communication='{allowed}'."):
+            check_given_plan(plan, OSDPConfig(plan=plan, communication=allowed), 0)
+    check_given_plan(plan, OSDPConfig(plan=plan, communication="int4"), 0)
     with pytest.raises(ValueError, match="communication='fp8' is not known; use one of exact, bf16, int8, int4"):
         OSDPConfig(communication="fp8")
     with pytest.raises(PlanError, match="has a format for its replicas, but is sharded over all ranks"):

@@ -23,10 +23,6 @@ def test_block_classes_and_limits_are_read_from_texts():
     assert OSDPConfig(block_classes=["GPT2Block", "BertLayer"]) == expected
 
 
-def test_from_options_accepts_the_switch_of_an_accelerate_file():
-    assert OSDPConfig.from_options({"osdp": True, "strategy": "fsdp"}) == OSDPConfig(strategy="fsdp")
-
-
 @pytest.mark.parametrize("options", [
     {"strategy": "ddp"}, {"hardware": "h100"}, {"profile": "p.json"}, {"nodes": 7},
     {"on_oom": "replan"}, {"memory_margin": 0.1}, {"simplicity": 0.02}, {"recompute": False},
@@ -52,16 +48,12 @@ def test_types_and_texts_of_options_are_complete():
 FILE = {"strategy": "ddp", "memory_limit": "1GiB", "report": False}
 
 
-@pytest.mark.parametrize(
-    ("nearer", "want"),
-    [
-        ((None,), OSDPConfig(strategy="ddp", memory_limit="1GiB", report=False)),
-        ((OSDPConfig(memory_limit="2GiB"),), OSDPConfig(strategy="ddp", memory_limit="2GiB", report=False)),
-        (({"memory_limit": "2GiB"},), OSDPConfig(strategy="ddp", memory_limit="2GiB", report=False)),
-        (({"strategy": "osdp", "report": True},), OSDPConfig(memory_limit="1GiB")),
-        (({}, {"strategy": "fsdp"}), OSDPConfig(strategy="fsdp", memory_limit="1GiB", report=False)),
-        ((OSDPConfig(inputs=dict),), OSDPConfig(inputs=dict, strategy="ddp", memory_limit="1GiB", report=False)),
-    ],
-)
-def test_merged_config_prefers_what_the_nearer_place_states(nearer, want):
-    assert merged_config(*nearer, FILE) == want
+@pytest.mark.parametrize(("nearer", "changed"), [
+    ((None,), {}),
+    ((OSDPConfig(memory_limit="2GiB"),), {"memory_limit": "2GiB"}),
+    (({"osdp": True, "strategy": "osdp", "report": True},), {"strategy": "osdp", "report": True}),
+    (({}, {"strategy": "fsdp"}), {"strategy": "fsdp"}),
+    ((OSDPConfig(inputs=dict),), {"inputs": dict}),
+], ids=["none", "configuration", "mapping with defaults", "two places", "function"])  # fmt: skip
+def test_merged_config_prefers_what_the_nearer_place_states(nearer, changed):
+    assert merged_config(*nearer, FILE) == OSDPConfig(**{**FILE, **changed})

@@ -45,14 +45,13 @@ def test_plan_run_searches_and_compares(model):
     assert run.plan.global_batch_size == 8 and run.estimate.time.step_s == run.plan.step_s
     assert run.plan.memory_limit_bytes == 2**30 and "CPU" in run.hardware.summary
     assert {row.strategy.value for row in run.comparison} == {"osdp", "fsdp", "ddp", "zero2", "hsdp"}
-    run = planned(model)
-    assert run.plan.memory_limit_bytes == HARDWARE.device.memory_bytes and run.comparison is None
 
 
 def test_margin_and_reserved_bytes_stay_free_once(model, given):
     with pytest.raises(InfeasibleError) as caught:
         planned(model, memory_limit="10KiB")
     assert caught.value.least_peak_bytes > 10 * 2**10
+    assert given.memory_limit_bytes == HARDWARE.device.memory_bytes
     limit = given.peak_bytes
     assert planned(model, memory_limit=limit, memory_margin=0.0).plan.peak_bytes == limit
     assert planned(model, memory_limit=limit, memory_margin=0.1).plan.peak_bytes <= 0.9 * limit
@@ -65,18 +64,14 @@ def test_margin_and_reserved_bytes_stay_free_once(model, given):
 def test_given_plan_runs_as_it_is(model, given, tmp_path):
     given.save(tmp_path / "plan.json")
     run = planned(model, plan=tmp_path / "plan.json")
-    assert run.plan == given
-    assert run.hardware is None and run.estimate is None
-
-
-TWO = Profile(hardware=preset("cpu", devices_per_node=2))
+    assert run.plan == given and run.hardware is None and run.estimate is None
 
 
 def test_what_cannot_run_is_refused_in_one_line(model):
     with pytest.raises(HardwareError, match="is not known; leave hardware out"):
         planned(model, known={"device_type": "cuda"}, host_offload=True)
     with pytest.raises(ValueError, match="has 2 devices, but 1 processes"):
-        planned(model, profile=TWO)
+        planned(model, profile=Profile(hardware=preset("cpu", devices_per_node=2)))
 
 
 class Scores(nn.Module):
@@ -95,10 +90,7 @@ def test_inputs_of_the_user_are_planned_with_or_refused():
         return planned(Scores(), inputs=inputs, block_classes="Linear", sequence_length=8).plan
 
     assert plan_with(lambda samples: {"features": torch.rand(samples, 8), "wanted": torch.rand(samples)}).units
-    for wrong, said in (
-        ([1], "TypeError"),
-        ({"input_ids": 1}, "unexpected keyword argument 'input_ids'"),
-    ):
+    for wrong, said in (([1], "TypeError"), ({"input_ids": 1}, "unexpected keyword argument 'input_ids'")):
         with pytest.raises(DescriptionError, match=rf"{said}.* Pass inputs that its forward accepts"):
             plan_with(lambda samples, wrong=wrong: wrong)
 

@@ -16,7 +16,7 @@ from hf_osdp.preparation.announce import announce_plan
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.preparation.job import RunFolder
 from hf_osdp.preparation.plan_run import plan_run
-from hf_osdp.preparation.preflight import Finding, Severity
+from hf_osdp.preparation.preflight import Finding
 from tests.helpers.layouts import joined
 from tests.helpers.models import MODELS, SEQUENCE_LENGTH, tiny_model
 from tests.helpers.problems import run_job
@@ -36,10 +36,12 @@ def untied() -> nn.Module:
 
 
 def test_untied_head_is_an_error_unless_configuration_says_so():
+    with pytest.raises(
+        PreflightError, match=r"^The config.* lm_head.weight to transformer.wte.weight.*tie_weights\("
+    ) as no:
+        plan_run(untied(), run_job(CONFIG))
+    assert "\n" not in str(no.value)
     model = untied()
-    found = preflight.split_ties(model)
-    assert found is not None and found.severity is Severity.ERROR and "\n" not in found.message
-    assert all(part in found.message for part in ("lm_head.weight", "transformer.wte.weight", "tie_weights()"))
     model.config.tie_word_embeddings = False
     assert preflight.split_ties(model) is None
     model.config.tie_word_embeddings = True
@@ -54,16 +56,15 @@ def test_checkpoint_bytes_are_what_torch_saves():
     model = tiny_model("gpt2", dtype=torch.float32)
     assert preflight.checkpoint_bytes(find_units(model), None) == sum(p.nbytes for p in model.parameters())
     model.transformer.wte.requires_grad_(False)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    for parameter in optimizer.param_groups[0]["params"]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values() if value.numel() > 1]
-    weights = {id(p): p for p in model.state_dict(keep_vars=True).values()}
-    saved = sum(tensor.nbytes for tensor in (*weights.values(), *states))
+    saved = sum(tensor.nbytes for tensor in (*model.parameters(), *states))
     assert preflight.checkpoint_bytes(find_units(model), OptimizerSpec(states=2)) == saved
-    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    assert preflight.checkpoint_bytes(find_units(model), None, adapters=True) == trained
+    assert preflight.checkpoint_bytes(find_units(model), None, adapters=True) == sum(p.nbytes for p in trained)
 
 
 def test_sound_run_prints_nothing_and_given_plan_is_checked(tmp_path, capsys):
@@ -71,17 +72,16 @@ def test_sound_run_prints_nothing_and_given_plan_is_checked(tmp_path, capsys):
     run = plan_run(model, run_job(CONFIG, folder=RunFolder(path=tmp_path / "out")))
     assert run.findings == () and not list(tmp_path.iterdir())
     announce_plan(run)
-    assert not any(severity.value in capsys.readouterr().out for severity in Severity)
+    printed = capsys.readouterr().out
+    assert "warning" not in printed and "error" not in printed
     (tmp_path / "file").write_text("")
     with pytest.raises(PreflightError, match="is a file; give a folder"):
         plan_run(model, run_job(OSDPConfig(plan=run.plan, **SIZES), folder=RunFolder(path=tmp_path / "file")))
 
 
-def test_errors_stand_in_one_line_and_stop_training():
-    with pytest.raises(PreflightError, match=r"ties lm_head\.weight"):
-        plan_run(untied(), run_job(CONFIG))
-    one, two = (Finding(text, Severity.ERROR, text) for text in ("One.", "Two."))
-    warning = replace(one, severity=Severity.WARNING)
+def test_errors_stand_in_one_line_and_warnings_stop_nothing():
+    one, two = (Finding(text, text, stops=True) for text in ("One.", "Two."))
+    warning = replace(one, stops=False)
     with pytest.raises(PreflightError, match=r"^One\. Two\.$"):
         preflight.merged_findings([one, warning, two])
     assert preflight.merged_findings([warning]) == (warning,)

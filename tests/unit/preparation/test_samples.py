@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from hf_osdp.preparation.config import OSDPConfig
-from hf_osdp.preparation.samples import batches_of_loader, find_batches, find_lengths, with_length_of_inputs
+from hf_osdp.preparation.samples import batches_of_loader, find_batches, find_lengths, loop_options
 
 
 def pad(samples):
@@ -41,17 +41,13 @@ def split_words(samples):
     return pad([{"input_ids": [1] * len(s["text"].split())} for s in samples])
 
 
-@pytest.mark.parametrize(
-    ("dataset", "collate", "tokens"),
-    [
-        (datasets.Dataset.from_dict({"input_ids": [[1] * 9, [1] * 2], "other": [[1], [1] * 30]}), pad, 9),
-        (datasets.Dataset.from_dict({"text": ["a", "a b c d", "a b"]}), split_words, 4),
-        ([{"input_ids": [0] * length} for length in (*[1] * 400, 8, *[1] * 400)], pad, 8),
-        (TensorDataset(torch.zeros(4, 9, dtype=torch.long)), default_collate, 9),
-        ([{"pixel_values": torch.zeros(3, 4, 4), "labels": 1}], default_collate, None),
-    ],
-    ids=["longest field of any sample", "text that the collator splits", "list", "tensors", "images"],
-)
+@pytest.mark.parametrize(("dataset", "collate", "tokens"), [
+    (datasets.Dataset.from_dict({"input_ids": [[1] * 9, [1] * 2], "other": [[1], [1] * 30]}), pad, 9),
+    (datasets.Dataset.from_dict({"text": ["a", "a b c d", "a b"]}), split_words, 4),
+    ([{"input_ids": [0] * length} for length in (*[1] * 400, 8, *[1] * 400)], pad, 8),
+    (TensorDataset(torch.zeros(4, 9, dtype=torch.long)), default_collate, 9),
+    ([{"pixel_values": torch.zeros(3, 4, 4), "labels": 1}], default_collate, None),
+], ids=["longest field of any sample", "text that the collator splits", "list", "tensors", "images"])  # fmt: skip
 def test_find_batches_has_the_tokens_of_the_longest_row(dataset, collate, tokens):
     batches = find_batches(dataset, collate)
     assert (batches.tokens, batches.seen, batches.is_whole) == (tokens, len(dataset), True)
@@ -71,25 +67,15 @@ def test_find_batches_takes_nothing_from_streams_and_needs_samples():
         assert find_batches(nothing, pad) is None
 
 
-class Keyed(dict):
-    """Has texts as keys, which a sampler of one's own would give."""
+ROW, LONGER = ({"input_ids": torch.ones(length, dtype=torch.long)} for length in (3, 4))
 
 
-ROW = {"input_ids": torch.ones(3, dtype=torch.long)}
-
-
-@pytest.mark.parametrize(
-    ("dataset", "line"),
-    [
-        ([], "The dataset has no rows"),
-        (Keyed(a=ROW), "Rows of the dataset make no batch .KeyError"),
-        (
-            [ROW, {"input_ids": torch.ones(4, dtype=torch.long)}],
-            "make no batch .RuntimeError: stack expects each tensor",
-        ),
-        ([ROW, {"ids": torch.ones(3)}], "make no batch .KeyError"),
-    ],
-)
+@pytest.mark.parametrize(("dataset", "line"), [
+    ([], "The dataset has no rows"),
+    ({"a": ROW}, "Rows of the dataset make no batch .KeyError"),  # as a sampler of one's own would take them
+    ([ROW, LONGER], "make no batch .RuntimeError: stack expects each tensor"),
+    ([ROW, {"ids": torch.ones(3)}], "make no batch .KeyError"),
+], ids=["none", "keys", "lengths", "fields"])  # fmt: skip
 def test_rows_that_make_no_batch_are_refused_where_a_loader_mixes_all(dataset, line):
     loader = torch.utils.data.DataLoader(dataset, batch_size=2)
     with pytest.raises(ValueError, match=line):
@@ -101,8 +87,8 @@ def test_own_inputs_say_the_length_of_a_row_also_without_tokens():
     model = torch.nn.Linear(2, 2)
     for name, length in (("input", 1), ("input_ids", 8)):
         config = OSDPConfig(inputs=lambda samples, name=name: {name: torch.zeros(samples, 8, dtype=torch.long)})
-        assert with_length_of_inputs(config, model).sequence_length == length
-    assert with_length_of_inputs(OSDPConfig(), model, known=True).sequence_length is None
+        assert loop_options(config, model).sequence_length == length
+    assert loop_options(OSDPConfig(), model, known=True).sequence_length is None
 
 
 def test_largest_of_several_datasets_is_found():
@@ -126,15 +112,12 @@ class Draws:
         return {"input_ids": [0] * (1 + int(self.draw(self.generator)))}
 
 
-@pytest.mark.parametrize(
-    ("make", "draw"),
-    [
-        (random.Random, lambda own: own.randint(0, 8)),
-        (np.random.default_rng, lambda own: own.integers(9)),
-        (np.random.RandomState, lambda own: own.randint(9)),
-        (lambda seed: torch.Generator().manual_seed(seed), lambda own: torch.randint(9, (1,), generator=own)),
-    ],
-)
+@pytest.mark.parametrize(("make", "draw"), [
+    (random.Random, lambda own: own.randint(0, 8)),
+    (np.random.default_rng, lambda own: own.integers(9)),
+    (np.random.RandomState, lambda own: own.randint(9)),
+    (lambda seed: torch.Generator().manual_seed(seed), lambda own: torch.randint(9, (1,), generator=own)),
+], ids=["random", "numpy", "numpy's old", "torch"])  # fmt: skip
 def test_generators_of_datasets_are_not_advanced(make, draw):
     dataset, untouched = Draws(draw, make(3)), make(3)
     assert find_batches(torch.utils.data.Subset(dataset, range(4)), pad) is not None
@@ -157,17 +140,13 @@ def padded(samples, left=False, to=None):
     return {"input_ids": ids, "attention_mask": (ids > 0).long()}
 
 
-@pytest.mark.parametrize(
-    ("collate", "found"),
-    [
-        (padded, ({3, 5, 9}, {3, 5, 9}, False)),
-        (partial(padded, to=12), ({3, 5, 9}, {12}, False)),
-        (partial(padded, left=True), ({3, 5, 9}, {3, 5, 9}, True)),
-        (lambda samples: {"input_ids": torch.tensor([list(chain(*samples))])}, None),  # packed
-        (lambda samples: torch.tensor([len(row) for row in samples]), None),
-    ],
-    ids=["to the longest", "to one length", "on the left", "packed", "no tokens"],
-)
+@pytest.mark.parametrize(("collate", "found"), [
+    (padded, ({3, 5, 9}, {3, 5, 9}, False)),
+    (partial(padded, to=12), ({3, 5, 9}, {12}, False)),
+    (partial(padded, left=True), ({3, 5, 9}, {3, 5, 9}, True)),
+    (lambda samples: {"input_ids": torch.tensor([list(chain(*samples))])}, None),
+    (lambda samples: torch.tensor([len(row) for row in samples]), None),
+], ids=["to the longest", "to one length", "on the left", "packed", "no tokens"])  # fmt: skip
 def test_find_lengths_tells_tokens_from_padding(collate, found):
     rows = [[1] * length for length in (3, 9, 5) * 10]
     lengths = find_lengths(rows, collate)

@@ -16,23 +16,11 @@ from tests.helpers.problems import run_job
 from tests.helpers.sampling import slow_but
 
 
-@pytest.fixture
-def runs(monkeypatch) -> list[int]:
-    """The number of batches of each run of a model on fake tensors."""
-    found: list[int] = []
-    stock = Tracer.run
-
-    def counted(self, samples, *args, **options):
-        found.append(len(samples))
-        return stock(self, samples, *args, **options)
-
-    monkeypatch.setattr(Tracer, "run", counted)
-    return found
-
-
 @pytest.mark.parametrize("name", slow_but(("gpt2", "llama"), daily=("gpt2",)))
-def test_loss_in_chunks_is_described_as_by_own_traces(name, runs):
+def test_loss_in_chunks_is_described_as_by_own_traces(name, monkeypatch):
     """GPT-2's head is tied to its embedding; Llama hands positions to its blocks."""
+    runs, stock = [], Tracer.run
+    monkeypatch.setattr(Tracer, "run", lambda *args, **options: (runs.append(args), stock(*args, **options))[1])
     model = tiny_model(name, layers=1 if name == "gpt2" else 3, dtype=torch.float32)
     config = OSDPConfig(sequence_length=12, global_batch_size=8)
     describer = Describer(model, run_job(config, world_size=2, reads_loss_alone=True))
