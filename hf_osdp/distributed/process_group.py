@@ -40,6 +40,7 @@ _log = logging.getLogger(__name__)
 
 _gloo_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _step_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_background_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """How often all ranks have called `require_all`."""
 
@@ -175,6 +176,11 @@ def step_group() -> dist.ProcessGroup | None:
     if dist.is_initialized() and dist.group.WORLD not in _step_groups:
         host_barrier()
     return _host_group(_step_groups)
+
+
+def background_group() -> dist.ProcessGroup | None:
+    """Return a group as `gloo_group`, for what threads of the ranks tell each other while training continues."""
+    return _host_group(_background_groups)
 
 
 def own_timeout() -> timedelta:
