@@ -22,6 +22,7 @@ from ..distributed.process_group import all_gather_objects, background_group, po
 from ..distributed.stop import waits_in_background
 from ..errors import CheckpointError, one_line
 from ..planner.plan import Plan
+from .files import full_disk, is_full_disk
 from .folders import (
     FileRecord,
     Manifest,
@@ -34,7 +35,6 @@ from .folders import (
     unlock_checkpoints,
 )
 from .resume import own_training
-from .safe import full_disk, is_full_disk
 
 _SHARD = re.compile(r"__\d+_\d+\.distcp")
 """Names of a rank's files in torch.distributed.checkpoint."""

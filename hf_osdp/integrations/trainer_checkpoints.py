@@ -17,10 +17,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..checkpoint.files import find_model, is_of_one_process, save_file
 from ..checkpoint.folders import numbered_checkpoints, remove_checkpoint, unlock_checkpoints
-from ..checkpoint.layouts import find_model, is_of_one_process
 from ..checkpoint.resume import check_checkpoint, checkpoint_to_resume, own_checkpoints, warn_of_changes
-from ..checkpoint.safe import save_file
 from ..checkpoint.states import load_model, load_optimizer, load_plain, load_random_states, save_model, save_optimizer
 from ..distributed.consensus import on_rank_zero, require_same
 from ..distributed.stop import StopSignal

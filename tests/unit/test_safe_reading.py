@@ -38,7 +38,7 @@ ALLOWED = {
     # the user's own script, named on the command line, as Python itself runs it
     ("hf_osdp/run.py", "runpy.run_path"),
     # base of one that knows torch's own dataclasses and refuses all else
-    ("hf_osdp/checkpoint/safe.py", "pickle.Unpickler"),
+    ("hf_osdp/checkpoint/files.py", "pickle.Unpickler"),
 }
 
 
