@@ -165,7 +165,7 @@ def lock_checkpoints(parent: Path, name: str | None = None) -> None:
     pattern = "checkpoint[-_]*" if name is None else glob.escape(name)
     restore_replaced(parent, pattern)
     if lock.is_locked:  # else another run may be writing these
-        for left in path.parent.glob(f"*/{pattern}"):
+        for left in path.parent.glob(f"????????/{pattern}"):  # of `_hidden`, not of a folder that was replaced
             discard_staging(left)
 
 

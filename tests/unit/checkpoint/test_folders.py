@@ -72,7 +72,9 @@ def test_interrupted_replacement_is_finished(tmp_path):
 
 def test_leftovers_of_an_interrupted_run_are_removed_by_next_save(tmp_path):
     left = [tmp_path / ".partial" / name for name in ("0123abcd/checkpoint-4", "89abcdef/checkpoint-2")]
-    others = [tmp_path / ".partial" / name for name in ("4567abcd/state", "training.json")]
+    others = [
+        tmp_path / ".partial" / name for name in ("4567abcd/state", "training.json", "last.replaced/checkpoint-7")
+    ]
     for path in (*left, *others):
         path.mkdir(parents=True)
     first, second = prepare_staging(tmp_path / "checkpoint-4"), prepare_staging(tmp_path / "checkpoint-5")
