@@ -83,7 +83,7 @@ BREAKS = {
 def test_fastest_is_the_optimum_of_the_whole_program(monkeypatch, seed, broken):
     candidate, limit = question(seed)
     scale = steps(candidate.timeline)
-    whole = Program(candidate.timeline, candidate.problem.job, limit, runs=every_run(candidate.timeline))
+    whole = Program(candidate.timeline, limit, runs=every_run(candidate.timeline))
     whole.minimize_seconds(scale)
     layouts = whole.solve()
     assert layouts and whole.optimal and candidate.needed(layouts).device <= limit
@@ -109,7 +109,7 @@ def test_no_plan_costs_less_than_bound_and_its_options(times_the_least):
         if (found := candidate.solver(limit).run()) is None:
             continue  # nothing fits at this batch
         timeline = candidate.timeline
-        program = Program(timeline, job, limit)
+        program = Program(timeline, limit)
         program.minimize_seconds(steps(timeline))
         relaxed = program.relax()
         units = [(g, unit) for g in timeline.groups for unit in g.units]
@@ -141,7 +141,7 @@ def test_relaxation_knows_the_largest_gradient_that_comes_to_the_host(layers):
     assert moment > 0
 
     def relaxed(host_bytes: int):
-        program = Program(replace(kept, host_limit_bytes=host_bytes), job, 2**50)
+        program = Program(replace(kept, host_limit_bytes=host_bytes), 2**50)
         program.minimize_seconds(1.0)
         return program.relax()
 
@@ -223,7 +223,7 @@ def test_program_accepts_every_plan_that_fits_and_with_all_runs_no_other(seed):
             (needed.device, frozenset(), True), (needed.device, some, True), (needed.device, every, True),
             (needed.device - 1, every, False),
         ):  # fmt: skip
-            program = Program(timeline, job, limit, runs=constrained)
+            program = Program(timeline, limit, runs=constrained)
             for group, own in program._groups.items():
                 for k, x in enumerate(own.counts):
                     program._model.add(x == taken[group][k])

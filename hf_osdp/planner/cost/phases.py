@@ -43,7 +43,7 @@ def phases(
     yield from others
     rest = sum(unit.parameters + unit.optimizer for unit in units) + resident_bytes(description, job, 0, all_kinds)
     gradients = sum(unit.gradients_held + unit.gradients_after for unit in units)
-    scratch = max(sum(unit.step_scratch for unit in units), max((unit.states_passing for unit in units), default=0))
+    scratch = max(sum(unit.step_scratch for unit in units), max((unit.step_passing for unit in units), default=0))
     saved, received = [(0, "shards")], [(gradients + scratch, "the states' first step")]
     for unit, layout in zip(description.units, layouts, strict=True):
         for p in unit.parameters if world_size > 1 else ():

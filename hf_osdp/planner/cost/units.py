@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -21,17 +22,20 @@ layout_key = attrgetter(*(name for name in LAYOUT_FIELDS if name != "activations
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitBytes:
-    """Memory terms of one unit under one layout in the last micro-step, or in an earlier one, in bytes."""
+    """Memory terms of one unit under one layout in the last micro-step, or in an earlier one, in bytes.
+
+    Less of a term makes no moment higher, but for the terms of `_LOWERING`.
+    """
 
     parameters: int = 0
     """Sharded parameters, held during the whole step."""
     optimizer: int = 0
     """Optimizer states, held during the whole step."""
     step_scratch: int = 0
-    """Temporaries of the optimizer step."""
-    states_passing: int = 0
-    """Most bytes on the device while parameters step one by one: a unit's states from the host with temporaries of one
-    parameter, or temporaries of one matrix."""
+    """Temporaries of an optimizer step of all parameters at once."""
+    step_passing: int = 0
+    """Most bytes of the optimizer step that are there for one unit at a time: temporaries of one parameter in a loop,
+    of one matrix, and a unit's states from the host."""
     host: int = 0
     """Parameters, gradients and optimizer states on the host; no other term includes them."""
     host_moment: int = 0
@@ -92,14 +96,31 @@ class UnitBytes:
     adds: bool = False
     """Whether autograd adds gradients to held whole ones as they come, but for those of shared parameters, which wait
     for each other."""
+    earlier: UnitBytes | None = None
+    """The terms in an earlier micro-step; None in one, and without accumulation."""
 
     def in_units(self, size: int) -> UnitBytes:
         """Return the terms in units of `size` bytes, rounded so that no moment has more than before."""
-        less = {name: value // size for name, value in zip(_TERMS, _terms(self), strict=True)}
-        less["joined"] = -(-self.joined // size)  # alone lowers moments
+        less: dict[str, Any] = {name: value // size for name, value in zip(_TERMS, _terms(self), strict=True)}
+        less |= {name: -(-getattr(self, name) // size) for name in _TERMS if name in _LOWERING}
         if 0 < self.kept < size:  # they seem to be freed, and then would be gathered once more
             less |= {"gather_buffer": 0, "cast_buffer": 0}
-        return replace(self, **less)
+        return replace(self, **less, earlier=self.earlier and self.earlier.in_units(size))
+
+    @classmethod
+    def least(cls, choices: Collection[UnitBytes]) -> UnitBytes:
+        """Return terms with which no moment is higher than with any of these, but for gathers ahead of other units."""
+        columns = zip(*map(_values, choices), strict=True)
+        values = {
+            name: max(column) if name in _LOWERING else min(column)
+            for name, column in zip(_NAMES, columns, strict=True)
+        }
+        if any(one.kept for one in choices):  # what is kept is not cast again in backward
+            values["cast_buffer"] = 0
+        if len({one.at_end for one in choices}) > 1:  # a replica's gradients are reduced before
+            values["unsharded_gradients"] = 0
+        earlier = [one.earlier for one in choices if one.earlier is not None]
+        return cls(**values, earlier=cls.least(earlier) if earlier else None)
 
     @property
     def held(self) -> int:
@@ -130,8 +151,11 @@ class UnitBytes:
         return 0 if self.kept else self.gather_buffer
 
 
-_TERMS = tuple(field.name for field in fields(UnitBytes) if field.type != "bool")
-_terms = attrgetter(*_TERMS)
+_NAMES = tuple(one.name for one in fields(UnitBytes) if one.name != "earlier")
+_TERMS = tuple(one.name for one in fields(UnitBytes) if one.type == "int")
+_terms, _values = attrgetter(*_TERMS), attrgetter(*_NAMES)
+_LOWERING = ("joined", "managed", "at_end", "adds")
+"""Terms of which more lowers a moment: they are rounded up, and a bound takes the most of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,19 +216,20 @@ def once_per_shape(
 
 
 def unit_bytes(
-    unit: UnitDescription,
-    layout: UnitLayout,
-    world_size: int,
-    job: TrainingJob,
-    batch: Batch,
-    *,
-    earlier: bool = False,
+    unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, batch: Batch
 ) -> UnitBytes:
-    """Return the memory terms of a unit under a layout in the last micro-step, or in an `earlier` one: of two the
-    first, before which no gradients are held, of more one between.
+    """Return the memory terms of a unit under a layout in the last micro-step, and with accumulation in an earlier
+    one: of two the first, before which no gradients are held, of more one between.
     """
-    if layout.is_replica:
-        return _replica_bytes(unit, layout, world_size, job, batch, earlier=earlier)
+    micro_step = partial(_replica_bytes if layout.is_replica else _managed_bytes, unit, layout, world_size, job, batch)
+    last = micro_step(earlier=False)
+    return last if batch.accumulation_steps == 1 else replace(last, earlier=micro_step(earlier=True))
+
+
+def _managed_bytes(
+    unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, batch: Batch, *, earlier: bool
+) -> UnitBytes:
+    """Return the memory terms of a unit that FSDP2 manages."""
     g, precision, trainable = layout.shard_size, job.precision, unit.trainable
     shards = sum(p.sharded_bytes(g) for p in trainable)
     gradients = 0 if layout.away else shards
