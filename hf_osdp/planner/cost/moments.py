@@ -318,13 +318,16 @@ def step_moments(
 
     if earlier := [unit.earlier for unit in units if unit.earlier is not None]:
         held = sum(one.gradients_held - u.gradients_held for one, u in zip(earlier, units, strict=True))
-        for phase, number, nbytes in _whole_backward(
-            description, earlier, segments, job, of, level + of(gradients=held)
-        ):
+        own_calls, start = _calls(description, earlier, segments, of), level + of(gradients=held)
+        for phase, number, nbytes in _whole_backward(description, earlier, segments, own_calls, job, of, start):
             yield f"{EARLIER} {phase}", number, nbytes
-    level = yield from _whole_backward(description, units, segments, job, of, level)
-    scratch = max(sum(unit.step_scratch for unit in units), *(unit.step_passing for unit in units), 0)
-    yield "optimizer step", None, level + of(buffers=scratch, gathered=-copies)
+    level = yield from _whole_backward(description, units, segments, calls, job, of, level)
+    yield "optimizer step", None, level + of(buffers=update_bytes(units), gathered=-copies)
+
+
+def update_bytes(units: Sequence[UnitBytes]) -> int:
+    """Return the most temporaries of an optimizer step: those of all units together, or of one."""
+    return max(sum(unit.step_scratch for unit in units), *(unit.step_passing for unit in units), 0)
 
 
 def _calls(
@@ -333,17 +336,24 @@ def _calls(
     segments: Sequence[SegmentBytes],
     of: Callable[..., Bytes],
 ) -> list[CallMoments[Bytes] | None]:
-    """Return the moments of each segment's call; None if its unit is gathered for the whole step."""
-    return [
-        None if description.units[one.unit].span is GatherSpan.STEP else call_moments(units[one.unit], terms, of)
-        for one, terms in zip(description.segments, segments, strict=True)
-    ]
+    """Return the moments of each segment's call, once for equal ones; None if its unit is gathered for the whole
+    step.
+    """
+    known: dict[tuple[int, SegmentBytes], CallMoments[Bytes]] = {}
+    found: list[CallMoments[Bytes] | None] = []
+    for one, terms in zip(description.segments, segments, strict=True):
+        unit, whole_step = units[one.unit], description.units[one.unit].span is GatherSpan.STEP
+        if not whole_step and (id(unit), terms) not in known:
+            known[id(unit), terms] = call_moments(unit, terms, of)
+        found.append(None if whole_step else known[id(unit), terms])
+    return found
 
 
 def _whole_backward(
     description: ModelDescription,
     units: Sequence[UnitBytes],
     segments: Sequence[SegmentBytes],
+    calls: Sequence[CallMoments[Bytes] | None],
     job: TrainingJob,
     of: Callable[..., Bytes],
     level: Bytes,
@@ -353,7 +363,7 @@ def _whole_backward(
     """
     arriving, reduced, uses = gradients_arriving(description, job), 0, calls_of(description)
     in_flight, ahead_of = _buffers_beside(description, units)
-    rows = list(zip(description.segments, segments, _calls(description, units, segments, of), strict=True))
+    rows = list(zip(description.segments, segments, calls, strict=True))
     for index, (segment, terms, call) in reversed(list(enumerate(rows))):
         number, ahead, tail = segment.unit, of(gathered=ahead_of[index]), of(buffers=in_flight[index])
         if call is None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from ..decision import LAYOUT_FIELDS, Batch, UnitLayout
+from ..decision import LAYOUT_FIELDS, Batch, Message, UnitLayout
 from ..description import DType, GatherSpan, ModelDescription, ParameterSpec, UnitDescription, shard_dim
 from ..hardware import Collective, Hardware
 from ..training_job import TrainingJob
@@ -96,8 +96,8 @@ class UnitBytes:
     adds: bool = False
     """Whether autograd adds gradients to held whole ones as they come, but for those of shared parameters, which wait
     for each other."""
-    earlier: UnitBytes | None = None
-    """The terms in an earlier micro-step; None in one, and without accumulation."""
+    earlier: UnitBytes | None = field(default=None, compare=False)
+    """The terms in an earlier micro-step, which may be equal; None in one, and without accumulation."""
 
     def in_units(self, size: int) -> UnitBytes:
         """Return the terms in units of `size` bytes, rounded so that no moment has more than before."""
@@ -223,7 +223,10 @@ def unit_bytes(
     """
     micro_step = partial(_replica_bytes if layout.is_replica else _managed_bytes, unit, layout, world_size, job, batch)
     last = micro_step(earlier=False)
-    return last if batch.accumulation_steps == 1 else replace(last, earlier=micro_step(earlier=True))
+    if batch.accumulation_steps == 1:
+        return last
+    is_alike = batch.accumulation_steps > 2 and not batch.holds_gradients(layout)
+    return replace(last, earlier=last if is_alike else micro_step(earlier=True))
 
 
 def _managed_bytes(
@@ -252,6 +255,7 @@ def _managed_bytes(
         _nbytes(ps, precision.reduced_dtype if holds else precision.gathered_dtype) for ps in (in_loops, copied)
     )
     joins, casts = holds and held > 0, whole != unsharded
+    gather, *reductions = messages(unit, layout, world_size)
     unsharded = unsharded if casts or not joins else merged_gradients(unit, job)
     terms: dict[str, Any] = shard_bytes(unit, layout, job)
     if partial or not accumulates:
@@ -261,7 +265,7 @@ def _managed_bytes(
         gradients_after=(whole if holds and earlier else gradients) - held,
         gathered=gathered,
         gather_buffer=gathered if g > 1 else 0,
-        cast_buffer=_cast_buffer(unit, layout, job),
+        cast_buffer=_cast_buffer(unit, layout, job, gather),
         copy_out=_nbytes(_copied(unit.parameters, g), precision.gathered_dtype),
         unsharded_gradients=0 if joins and not unit.reduced_at_end else unsharded,
         joined=unsharded if joins and unit.reduced_at_end else 0,
@@ -277,7 +281,7 @@ def _managed_bytes(
         reduced_after=reduced if g < world_size and (recast or layout.away) else 0,
         reduce_input=scatter_input,
         reduce_copy=copy,
-        reduce_stage=_reduce_stage(unit, layout, world_size, job, reduced),
+        reduce_stage=_reduce_stage(unit, layout, job, reduced, reductions),
         last_gradient=last,
         reduce_tail=scatter_input,
         reduce_output=output,
@@ -323,7 +327,7 @@ def _replica_bytes(
         copies=_nbytes(copied, precision.gathered_dtype),
         unsharded_gradients=merged_gradients(unit, job) if in_place else whole,
         reduce_copy=copy,
-        reduce_stage=_reduce_stage(unit, layout, world_size, job, flat),
+        reduce_stage=_reduce_stage(unit, layout, job, flat, messages(unit, layout, world_size)[1:]),
         leaves_tail=True,
         managed=False,
         at_end=unit.span is GatherSpan.STEP,
@@ -458,7 +462,7 @@ def _copied(parameters: Iterable[ParameterSpec], g: int) -> list[ParameterSpec]:
     return [p for p in parameters if g > 1 and shard_dim(p.shape, g)]
 
 
-def _cast_buffer(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) -> int:
+def _cast_buffer(unit: UnitDescription, layout: UnitLayout, job: TrainingJob, message: Message) -> int:
     """Return the bytes of a gather beyond gathered parameters and gather buffer: codes, buffer between stages, casts,
     copies. Those that the copy out of the buffer needs are allocated after codes and the other buffer are freed.
 
@@ -466,7 +470,7 @@ def _cast_buffer(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) ->
     Whole parameters are copied from the host, cast and copied into place, one after the other.
     """
     if (g := layout.shard_size) > 1:
-        codes, gathered = messages(unit, layout, g)[0].gather_buffers(), job.precision.gathered_dtype
+        codes, gathered = message.gather_buffers(), job.precision.gathered_dtype
         stage = _nbytes(unit.parameters, gathered, g) // layout.stage_size if layout.two_stage else 0
         return max(codes + stage, _nbytes(_copied(unit.parameters, g), gathered))
     highest = done = 0
@@ -479,11 +483,11 @@ def _cast_buffer(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) ->
     return highest - done
 
 
-def _reduce_stage(unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, reduced: int) -> int:
+def _reduce_stage(
+    unit: UnitDescription, layout: UnitLayout, job: TrainingJob, reduced: int, reductions: Sequence[Message]
+) -> int:
     """Return the bytes of a reduction beside its input and output; `reduced` are the bytes of a rank's part."""
     stage = layout.shard_size // layout.stage_size * reduced if layout.two_stage else 0
     apart = any(job.precision.reduced_dtype(p).itemsize < 4 for p in unit.trainable)
-    codes, replicas = (
-        message.reduce_buffers(separate_sums=apart) for message in messages(unit, layout, world_size)[1:]
-    )
+    codes, replicas = (message.reduce_buffers(separate_sums=apart) for message in reductions)
     return max(stage + codes, replicas)

@@ -50,7 +50,7 @@ class Candidate:
 
     @cached_property
     def floor_bytes(self) -> int:
-        """Lower bound on the peak in bytes: a unit takes the least of each memory term over its options.
+        """Lower bound on the peak of a last micro-step: a unit takes the least of each memory term over its options.
 
         Beside a replica nothing is gathered ahead: this needs no term of its own, because a unit that may be a
         replica gathers 0 bytes here, and where one unit may be a replica, all may, or are.
@@ -59,7 +59,8 @@ class Candidate:
         terms: dict[int, UnitBytes] = {}
         kept: dict[int, set[Activations]] = {}
         for group in self.timeline.groups:
-            terms |= dict.fromkeys(group.units, UnitBytes.least([o.bytes for o in group.options]))
+            least = UnitBytes.least([o.bytes for o in group.options])
+            terms |= dict.fromkeys(group.units, replace(least, earlier=None))
             kept |= {unit: {o.layout.activations for o in group.options} for unit in group.units}
         samples = self.batch.micro_batch_size
         segments = [
@@ -85,7 +86,7 @@ class Candidate:
             lambda o: (o.seconds, o.issued, o.stays) if done >= issued else (o.issued, o.seconds, o.stays)
         )
         seconds = self.timeline.seconds(layouts)
-        if seconds > self.least_s * _EQUAL or not self._fit(layouts, limit_bytes):
+        if seconds > self.least_s * _EQUAL or not self.fits(layouts, limit_bytes):
             return None
         return Solution(layouts=layouts, objective=seconds, bound=seconds)
 
@@ -112,10 +113,6 @@ class Candidate:
 
         return self._each(lambda o: (needed(o), o.seconds))
 
-    def frugal_fits(self, limit_bytes: int) -> bool:
-        """Return whether the frugal plan fits; it needs no solver."""
-        return self._fit(self.frugal(), limit_bytes)
-
     def solver(self, limit_bytes: int) -> FastestSearch:
         """Return the search for the fastest plan within a limit."""
         return FastestSearch(self.timeline, limit_bytes, self.needed)
@@ -136,11 +133,12 @@ class Candidate:
         found = None
         if self.floor_bytes < below:
             found = least(self.timeline, below - 1, self.needed, LEAST_WORK)
-        if found is None or not self._fit(found, below - 1):
+        if found is None or not self.fits(found, below - 1):
             return best
         return found, self.needed(found).device
 
-    def _fit(self, layouts: Layouts, limit_bytes: int) -> bool:
+    def fits(self, layouts: Layouts, limit_bytes: int) -> bool:
+        """Return whether a plan fits the device and the host."""
         return fit(self.timeline, self.needed(layouts), limit_bytes)
 
     def _each(self, key: Callable[[Option], tuple[float, ...]]) -> dict[int, UnitLayout]:

@@ -43,7 +43,9 @@ class Option:
     @functools.cached_property
     def earlier(self) -> Option | None:
         """The same with the bytes of an earlier micro-step; None without accumulation."""
-        return None if self.bytes.earlier is None else replace(self, bytes=self.bytes.earlier)
+        if (earlier := self.bytes.earlier) is None:
+            return None
+        return self if earlier == self.bytes else replace(self, bytes=earlier)
 
     @property
     def micro_steps(self) -> tuple[Option, ...]:
@@ -99,8 +101,13 @@ class Option:
         sum and the largest value of a unit (`host_moment`; in a loop the step's scratch): a unit that adds no more to
         each of these raises neither.
         """
-        calls = (contributions(one.bytes, one.call if self.segment else None) for one in self.micro_steps)
-        return (*itertools.chain(*calls), self.host, self.bytes.host_moment)
+        moments = itertools.chain.from_iterable(one.contributions for one in self.micro_steps)
+        return (*moments, self.host, self.bytes.host_moment)
+
+    @functools.cached_property
+    def contributions(self) -> tuple[int, ...]:
+        """Bytes that the unit adds to each moment of this micro-step."""
+        return contributions(self.bytes, None if self.segment is None else self.call)
 
 
 def undominated(options: Iterable[Option], *, by_memory: bool = False, meshes: bool = True) -> list[Option]:
