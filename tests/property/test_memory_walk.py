@@ -277,10 +277,3 @@ def test_segments_of_units_in_step_may_free_beyond_saved():
     segment = Segment(unit=0, saved_bytes=Affine(constant=-50, per_sample=10))
     for span, left in ((GatherSpan.STEP, -30), (GatherSpan.USE, 0)):
         assert SegmentBytes.of(segment, span, 2).saved == left
-
-
-def test_estimate_of_no_unit_is_empty():
-    nothing = replace(at_random(0, kinds=1, blocks=1), units=(), segments=())
-    once = Batch(micro_batch_size=1, accumulation_steps=1)
-    found = estimate_memory(nothing, [], 2, TrainingJob(global_batch_size=2), once)
-    assert (found.host_bytes, found.peak_bytes) == (0, 0)

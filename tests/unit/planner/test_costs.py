@@ -211,12 +211,6 @@ def test_layouts_keep_what_stays_gathered(span, fixed, wanted):
     assert [(c.shard_size, c.reshard_after_forward) for c in found] == wanted
 
 
-def test_batch_holds_gradients_and_reduces_once_only_with_accumulation():
-    asked = [(batch, layout(4, hold=hold)) for batch in (ONCE, THRICE) for hold in (False, True)]
-    assert [batch.holds_gradients(choice) for batch, choice in asked] == [False, False, False, True]
-    assert [batch.reduce_scatters(choice) for batch, choice in asked] == [1, 1, 3, 1]
-
-
 def machine(devices_per_node: int = 4, **more: Any) -> Hardware:
     return toy_hardware(1, devices_per_node, memory_bytes_per_s=1e6, intra=(1e-6, 1e6), inter=(1e-5, 1e5), **more)
 
