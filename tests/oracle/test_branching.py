@@ -10,6 +10,7 @@ import pytest
 from hf_osdp.errors import HardwareError
 from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.description import Segment
+from hf_osdp.planner.hardware import Backend, Hardware, HostSpec
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search import solver
@@ -22,9 +23,21 @@ from hf_osdp.planner.search.timeline import BatchCosts, build_timeline
 from hf_osdp.planner.space import batches, search_spaces
 from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from tests.helpers.descriptions import at_random, transformer, ways
+from tests.helpers.hardware import host_of, toy_hardware
 from tests.helpers.problems import problem
 from tests.helpers.random_problems import some_hardware, some_host
 from tests.helpers.sampling import slow_but
+
+
+def small_hardware(dice: random.Random) -> Hardware:
+    nodes, per_node = dice.choice([(1, 2), (1, 3), (1, 4), (2, 2), (2, 1), (1, 1)])
+    link, backend = (1e-6, dice.choice([1e7, 1e8])), dice.choice(list(Backend))
+    return toy_hardware(nodes, per_node, intra=link, backend=backend, host=dice.choice([None, None, small_host(dice)]))
+
+
+def small_host(dice: random.Random) -> HostSpec:
+    memory, back, update = dice.choice([20_000, 10**9]), dice.choice([1e7, 1e8]), dice.choice([1e7, 1e9])
+    return host_of(memory, to_device=back, to_host=1e7, update=update)
 
 
 def instance(seed: int):
@@ -170,8 +183,8 @@ def test_option_that_is_left_out_lowers_no_moment(seed):
 def test_program_accepts_every_plan_that_fits_and_with_all_runs_no_other(seed):
     """Whatever runs are constrained, under a plan's own peak as limit; a byte less is too little if all are."""
     dice = random.Random(seed)
-    host = replace(some_host(dice), memory_bytes=10**9) if dice.random() < 0.3 else None
-    hardware = replace(some_hardware(dice), host=host)
+    hardware = small_hardware(dice)
+    hardware = replace(hardware, host=replace(small_host(dice), memory_bytes=10**9) if dice.random() < 0.3 else None)
     job = TrainingJob(
         global_batch_size=2 * hardware.world_size, micro_batch_size=dice.choice([1, 2]),
         precision=Precision.named(dice.choice(["no", "bf16"])),
@@ -198,7 +211,7 @@ def test_program_accepts_every_plan_that_fits_and_with_all_runs_no_other(seed):
             (needed.device, frozenset(), True), (needed.device, some, True), (needed.device, every, True),
             (needed.device - 1, every, False),
         ):  # fmt: skip
-            program = Program(timeline, limit, runs=constrained)
+            program = Program(timeline, limit, runs=constrained, earlier=constrained == every)
             for group, own in program._groups.items():
                 for k, x in enumerate(own.counts):
                     program._model.add(x == taken[group][k])

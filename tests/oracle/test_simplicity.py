@@ -60,4 +60,4 @@ DAILY = [(wide, range(40, 44)), (of_many_ranks, range(3, 4))]
 def test_plan_under_simplicity_is_the_best_of_the_fastest_ones_layouts(make, seeds):
     problems = [(make(seed), random.Random(seed)) for seed in seeds]
     simpler = [check(asked, dice) for asked, dice in problems if asked.strategy is Strategy.OSDP]
-    assert any(simpler) or make is of_many_ranks
+    assert any(simpler) or (make, seeds) != DAILY[0]
