@@ -28,7 +28,7 @@ FEATURES = {
     "Muon": r"muon|newton",
     "8- and 4-bit optimizers": r"low_bit|adamw\w*[48]_?bit|bitsandbytes|torchao|bnb",
     "offloading": r"offload|on_host|host_(states|parameters|kernels|moment|bytes|of\b)|hoststates|hostspec"
-    r"|hostoptions|(has|uses)_host|\baway\b|steps_alone|states_passing|sent_bytes|kind \. host|hardware \. host"
+    r"|hostoptions|(has|uses)_host|\baway\b|steps_alone|sent_bytes|kind \. host|hardware \. host"
     r"|\bplaced\b|place_of",
 }
 """Words of each feature."""

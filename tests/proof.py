@@ -17,7 +17,7 @@ import heapq
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
@@ -35,8 +35,6 @@ from hf_osdp.report.plan_file import read_plan_file
 MOST_UNITS, MOST_NODES = 12, 200
 EQUAL = 3e-7
 """Relative difference of seconds that the search calls equal, with its rounding."""
-_MOST_COUNTS = ("joined", "managed", "at_end", "adds")
-"""Terms that lower moments."""
 
 
 class WrongProof(AssertionError):
@@ -134,15 +132,11 @@ class _Tree:
         self._fastest = [tuple(min(one[kind] for one in own) for kind in (0, 1)) for own in self.options]
         terms = partial(unit_bytes, world_size=hardware.world_size, job=job, batch=batch)
         self._bytes = once_per_shape(description.units, terms)
-        self._earlier = once_per_shape(description.units, partial(terms, earlier=True))
         self._recomputes = any(one.activations.recomputes for own in space for one in own)
         every = [[one for _, _, one in own] for own in self.options]
-        self._least, self._least_earlier = (
-            [_least_units([terms(i, one) for one in own]) for i, own in enumerate(every)]
-            for terms in (self._bytes, self._earlier)
-        )
+        self._least = [UnitBytes.least([self._bytes(i, one) for one in own]) for i, own in enumerate(every)]
         self._segments = [
-            _least_segments([self._segment(index, one) for one in every[segment.unit]])
+            SegmentBytes.least([self._segment(index, one) for one in every[segment.unit]])
             for index, segment in enumerate(description.segments)
         ]
 
@@ -168,16 +162,12 @@ class _Tree:
         if len(layouts) == len(self.options):
             needed = bytes_needed(description, layouts, hardware, problem.job, self._batch)
             return needed.device <= room and needed.host <= (hardware.host.memory_bytes if hardware.host else 0)
-        units, earlier = (
-            [*map(_not_ahead, (*(terms(i, one) for i, one in enumerate(layouts)), *least[len(layouts) :]))]
-            for terms, least in ((self._bytes, self._least), (self._earlier, self._least_earlier))
-        )
+        terms = (*(self._bytes(i, one) for i, one in enumerate(layouts)), *self._least[len(layouts) :])
         segments = [
             self._segment(index, layouts[segment.unit]) if segment.unit < len(layouts) else self._segments[index]
             for index, segment in enumerate(description.segments)
         ]
-        earlier = earlier if self._batch.accumulation_steps > 1 else []
-        peak = peak_of_terms(description, units, segments, problem.job, self._batch, earlier)
+        peak = peak_of_terms(description, [*map(_not_ahead, terms)], segments, problem.job, self._batch)
         return peak + hardware.unavoidable_bytes <= room
 
     def _segment(self, index: int, layout: UnitLayout) -> SegmentBytes:
@@ -187,7 +177,7 @@ class _Tree:
         plain = SegmentBytes.of(segment, span, samples, choice)
         if not self._recomputes:
             return plain
-        return _least_segments([plain, SegmentBytes.of(segment, span, samples, choice, recomputes=True)])
+        return SegmentBytes.least([plain, SegmentBytes.of(segment, span, samples, choice, recomputes=True)])
 
 
 class _NotAhead(UnitBytes):
@@ -200,27 +190,8 @@ class _NotAhead(UnitBytes):
 
 
 def _not_ahead(terms: UnitBytes) -> UnitBytes:
-    return _NotAhead(**{field.name: getattr(terms, field.name) for field in fields(UnitBytes)})
-
-
-def _least_units(terms: Sequence[UnitBytes]) -> UnitBytes:
-    """Return terms with which no moment is higher than with any of these, but for gathers ahead (`_NotAhead`)."""
-    values = {
-        field.name: (max if field.name in _MOST_COUNTS else min)(getattr(one, field.name) for one in terms)
-        for field in fields(UnitBytes)
-    }
-    if values["at_end"] and not all(one.at_end for one in terms):  # others are reduced at once
-        values["unsharded_gradients"] = 0
-    kept = [one.kept > 0 for one in terms]
-    if any(kept):  # what is kept is not gathered again in backward
-        values["cast_buffer"] = 0
-        if not all(kept):
-            values["kept"] = 0
-    return replace(terms[0], **values)
-
-
-def _least_segments(terms: Sequence[SegmentBytes]) -> SegmentBytes:
-    return SegmentBytes(**{name: min(getattr(one, name) for one in terms) for name in SegmentBytes.__slots__})
+    values = {field.name: getattr(terms, field.name) for field in fields(UnitBytes)}
+    return _NotAhead(**{**values, "earlier": terms.earlier and _not_ahead(terms.earlier)})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

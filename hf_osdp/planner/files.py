@@ -8,10 +8,8 @@ import functools
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
-from enum import Enum
 from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -31,15 +29,9 @@ def plain(value: object) -> Any:  # noqa: ANN401 - any JSON
     """Return a value as JSON types: dataclasses and mappings as dictionaries, sequences as lists, enums as their
     values.
     """
-    if isinstance(value, Enum):
-        return value.value
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {plain(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [plain(item) for item in value]
-    return value
+    from pydantic_core import to_jsonable_python
+
+    return to_jsonable_python(value, fallback=dict)  # read-only mappings
 
 
 def write_whole(path: str | Path, text: str) -> None:

@@ -47,8 +47,8 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
 
     Under `osdp` each unit may take any layout, place and treatment of activations, and hold gradients or reduce them.
     A single strategy gives all units the same layout; each combination of the other choices, the same for all blocks,
-    is one space. `osdp` has one space. It has two on one device with a host, and if segments
-    hold more memory beside recomputed blocks; the second space then contains the first, at a higher cost.
+    is one space. `osdp` has one space, or two if segments hold more memory beside recomputed blocks; the second space
+    then contains the first, at a higher cost.
 
     Raises:
         HardwareError: the job puts states or activations on the host, but no host is known.
@@ -134,30 +134,15 @@ def _choices(sharding: _Allowed, problem: PlanningProblem, batch: Batch) -> list
     """Return the allowed decisions beside the sharding: one value if units decide alone (`osdp`), else one per
     common choice.
     """
-    job, hardware, several = problem.job, problem.hardware, batch.accumulation_steps > 1
+    job, is_free, asked = problem.job, problem.strategy is Strategy.OSDP, problem.job.reduce_every_micro_step
     recomputes = (False, True) if job.recompute is None else (job.recompute,)
-    is_free = problem.strategy is Strategy.OSDP
-    activations, places = job.allowed(recomputes, has_host=hardware.host is not None, alike=not is_free)
-    free = replace(
-        sharding,
-        reduces=(True,)
-        if not several
-        else (True, False)
-        if job.reduce_every_micro_step is None
-        else (job.reduce_every_micro_step,),
-        activations=activations,
-        saves_operators=job.recompute is None and is_free,
-        places=places,
-    )
-    if not is_free:
-        fixed = itertools.product(free.reduces, activations, places)
-        return [replace(free, reduces=(one,), activations=(kept,), places=(place,)) for one, kept, place in fixed]
-    if hardware.world_size == 1 and job.host_offload is None:  # the buffers of FSDP2 are needed only under it
-        _, plain = replace(job, host_offload=False).allowed(
-            recomputes, has_host=hardware.host is not None, alike=False
-        )
-        return [replace(free, places=plain), free]
-    return [free]
+    activations, places = job.allowed(recomputes, has_host=problem.hardware.host is not None, alike=not is_free)
+    reduces = (True,) if batch.accumulation_steps == 1 else (True, False) if asked is None else (asked,)
+    if is_free:
+        some = job.recompute is None
+        return [replace(sharding, reduces=reduces, activations=activations, saves_operators=some, places=places)]
+    fixed = itertools.product(reduces, activations, places)
+    return [replace(sharding, reduces=(one,), activations=(kept,), places=(place,)) for one, kept, place in fixed]
 
 
 def _layouts(

@@ -53,7 +53,7 @@ def wide(seed: int) -> PlanningProblem:
     memory or time is in the draw: choices are taken away at random until there are few enough plans.
     """
     dice = random.Random(f"wide {seed}")
-    hardware = _hardware(dice)
+    hardware = some_hardware(dice)
     recomputable = dice.random() < 0.5
     job = _job(dice, hardware, offloads=recomputable)
     options = dict(
@@ -86,11 +86,11 @@ def wide(seed: int) -> PlanningProblem:
     return replace(asked, hardware=small, job=job)
 
 
-def _hardware(dice: random.Random) -> Hardware:
+def some_hardware(dice: random.Random) -> Hardware:
     nodes, per_node = dice.choice(WORLDS)
     hardware = toy_hardware(
         nodes, per_node, intra=(dice.choice([0.0, 1e-6]), dice.choice([1e7, 1e8])), backend=dice.choice(list(Backend)),
-        host=_host(dice) if dice.random() < 0.4 else None, margin=dice.choice([None, 0.0, 0.0, 0.1]),
+        host=some_host(dice) if dice.random() < 0.4 else None, margin=dice.choice([None, 0.0, 0.0, 0.1]),
     )  # fmt: skip
     device = replace(
         hardware.device, reserved_bytes=dice.choice([0, 0, 5000]), operator_s=dice.choice([0.0, 1e-7, 1e-6]),
@@ -100,10 +100,22 @@ def _hardware(dice: random.Random) -> Hardware:
     return replace(hardware, device=device)
 
 
-def _host(dice: random.Random) -> HostSpec:
+def some_host(dice: random.Random) -> HostSpec:
     """Sometimes too small for all states."""
     memory, back, update = dice.choice([20_000, 10**9, 10**9]), dice.choice([1e7, 1e8]), dice.choice([1e7, 1e9])
     return host_of(memory, to_device=back, to_host=1e7, update=update)
+
+
+def of_many_ranks(seed: int) -> PlanningProblem:
+    """A problem whose ranks take many meshes, whose communicators take memory."""
+    dice = random.Random(seed)
+    nodes, per_node = dice.choice([(1, 6), (1, 8), (2, 4), (4, 2), (2, 8), (1, 12)])
+    hardware = replace(some_hardware(dice), nodes=nodes, devices_per_node=per_node, host=None)
+    reserved = dict(reserved_bytes=dice.choice([0, 5000]), communicator_bytes=dice.choice([1, 300, 2000, 20_000]))
+    hardware = replace(hardware, device=replace(hardware.device, **reserved))
+    optimizer = OptimizerSpec(states=2, step=OptimizerStep.FOREACH)
+    job = TrainingJob(global_batch_size=hardware.world_size, recompute=False, optimizer=optimizer)
+    return problem(at_random(seed, kinds=2, blocks=2, tied=dice.random() < 0.5), hardware, job)
 
 
 def _job(dice: random.Random, hardware: Hardware, *, offloads: bool) -> TrainingJob:

@@ -6,13 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem, Strategy
 from hf_osdp.planner.search.candidates import Candidate, all_candidates
-from hf_osdp.planner.training_job import Precision, TrainingJob
 from tests import proof
-from tests.helpers.descriptions import transformer
-from tests.helpers.problems import problem
 from tests.helpers.random_problems import Planned, plans_of, wide
 from tests.helpers.sampling import slow_but
 from tests.property.test_faster_machines import issuing
@@ -103,15 +99,6 @@ def alike(asked: PlanningProblem) -> int:
 def test_units_of_one_kind_have_equal_options(first):
     every = [(wide(seed), seed) for seed in range(first, first + 50)]
     assert sum(alike(replace(asked, description=issuing(asked.description, seed))) for asked, seed in every)
-
-
-@pytest.mark.parametrize("operator_s", [0.0, 1e-6, 1e-4])
-def test_blocks_of_a_transformer_have_equal_options(operator_s):
-    hardware = preset("a100-80", nodes=2, devices_per_node=2)
-    hardware = replace(hardware, device=replace(hardware.device, operator_s=operator_s))
-    job = TrainingJob(global_batch_size=8, precision=Precision.named("bf16"))
-    model = issuing(transformer(layers=6, hidden=512, vocabulary=1000, sequence_length=128), 0)
-    assert alike(problem(model, hardware, job)) > 100
 
 
 def test_every_kind_of_choice_is_in_the_draw():

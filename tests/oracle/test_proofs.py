@@ -13,8 +13,8 @@ from tests import proof
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem
+from tests.helpers.random_problems import of_many_ranks, wide
 from tests.helpers.sampling import slow_but
-from tests.oracle.test_brute_force import instance, of_many_ranks
 
 ASKED = problem(transformer(layers=2), bare_preset("v100-16", devices_per_node=4), TrainingJob(global_batch_size=16))
 
@@ -25,10 +25,10 @@ def tight(one=ASKED, factor: float = 1.1):
 
 @pytest.mark.parametrize("seed", slow_but(range(200), daily=(4, 25, 31)))
 def test_what_is_proven_is_confirmed_to_the_end(seed):
-    description, hardware, job, _ = (of_many_ranks if seed % 4 == 3 else instance)(seed)
+    problem_of = of_many_ranks if seed % 4 == 3 else wide
     for factor, simplicity in itertools.product((1.0, 1.2), (0.0, 0.01)):
         try:
-            asked = replace(tight(problem(description, hardware, job), factor), simplicity=simplicity)
+            asked = replace(tight(problem_of(seed), factor), simplicity=simplicity)
         except HardwareError:
             return  # the host has too little memory for all states, which are to lie there
         found = proof.check(search(asked).plan, asked, most_nodes=20_000)

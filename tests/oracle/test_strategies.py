@@ -14,7 +14,7 @@ from hf_osdp.planner.optimizers import LOW_BIT
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.compare import compare_strategies
-from hf_osdp.planner.search.search import SearchResult, _searched, least_memory, search
+from hf_osdp.planner.search.search import SearchResult, least_memory, search
 from hf_osdp.planner.training_job import Precision, TrainingJob
 from hf_osdp.quantities import parse_bytes
 from tests.helpers.descriptions import linear_envelope, transformer
@@ -140,13 +140,3 @@ def test_infeasible_error_gives_the_tightest_limit_and_true_remedies(name, strat
     assert "\n" not in str(error)
     if strategy is not Strategy.OSDP and limit >= infeasible(name).least_peak_bytes:
         assert error.remedies[0].startswith("strategy osdp")
-
-
-def test_search_is_deterministic():
-    name = "2 x 2 gloo"
-    least = infeasible(name).least_peak_bytes
-    ample = search(problem(MODEL, MACHINES[name], JOB, AMPLE)).peak_bytes
-    asked = problem(MODEL, MACHINES[name], JOB, least + (ample - least) // 3)
-    first = search(asked)
-    _searched.cache_clear()
-    assert search(asked) == first

@@ -11,11 +11,7 @@ from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.timing import UnitTimer
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import Hardware, Link
-from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
-from hf_osdp.planner.training_job import Precision, TrainingJob
-from tests.helpers.descriptions import transformer
-from tests.helpers.problems import problem
 from tests.helpers.random_problems import spaces, wide
 from tests.helpers.sampling import slow_but
 
@@ -90,15 +86,3 @@ def test_better_figure_makes_no_random_plan_slower(first):
     for seed in range(first, first + 10):
         asked, dice = wide(seed), random.Random(seed)
         check(replace(asked, description=issuing(asked.description, seed)), dice)
-
-
-def of_transformer(name: str) -> PlanningProblem:
-    hardware = preset(name, nodes=2, devices_per_node=4)
-    model = issuing(transformer(layers=4, hidden=1024, vocabulary=1000, sequence_length=128), 0, (40, 80))
-    precision = Precision.named("no" if name == "cpu" else "bf16")
-    return problem(model, hardware, TrainingJob(global_batch_size=16, micro_batch_size=2, precision=precision))
-
-
-@pytest.mark.parametrize("name", ["cpu", "a100-80", "rtx-4090"])
-def test_better_figure_makes_no_plan_of_a_transformer_slower(name):
-    check(of_transformer(name), random.Random(0))

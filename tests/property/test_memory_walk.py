@@ -27,10 +27,8 @@ class Sums:
     def __init__(self, description, choices, world_size, job, batch, *, earlier=False):
         self.description, self.job, self.samples = description, job, batch.micro_batch_size
         self.batch = batch
-        self.units = [
-            unit_bytes(u, c, world_size, job, batch, earlier=earlier)
-            for u, c in zip(description.units, choices, strict=True)
-        ]
+        units = [unit_bytes(u, c, world_size, job, batch) for u, c in zip(description.units, choices, strict=True)]
+        self.units = [unit.earlier for unit in units] if earlier else units
         self.reduces = [not (earlier and batch.holds_gradients(choice)) for choice in choices]
         spans = [unit.span for unit in description.units]
         self.where = [segment.unit for segment in description.segments]
@@ -195,9 +193,7 @@ class Sums:
             )
 
     def update(self) -> Iterator[tuple]:
-        scratch = [unit.step_scratch for unit in self.units]
-        highest = max(scratch) if self.job.optimizer.step is OptimizerStep.FOR_LOOP else sum(scratch)
-        highest = max(highest, *(unit.states_passing for unit in self.units))
+        highest = max(sum(unit.step_scratch for unit in self.units), *(unit.step_passing for unit in self.units))
         shards = sum(self.units[u].gradients_after for u in {*self.passing, *self.at_end})
         yield self.moment(
             "optimizer step", None, gathered=0, activations=self.kept(), gradients=shards, buffers=highest
@@ -281,10 +277,3 @@ def test_segments_of_units_in_step_may_free_beyond_saved():
     segment = Segment(unit=0, saved_bytes=Affine(constant=-50, per_sample=10))
     for span, left in ((GatherSpan.STEP, -30), (GatherSpan.USE, 0)):
         assert SegmentBytes.of(segment, span, 2).saved == left
-
-
-def test_estimate_of_no_unit_is_empty():
-    nothing = replace(at_random(0, kinds=1, blocks=1), units=(), segments=())
-    once = Batch(micro_batch_size=1, accumulation_steps=1)
-    found = estimate_memory(nothing, [], 2, TrainingJob(global_batch_size=2), once)
-    assert (found.host_bytes, found.peak_bytes) == (0, 0)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import starmap
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..decision import Batch, UnitLayout, communicators_of
 from ..description import ModelDescription
@@ -93,8 +93,7 @@ def estimate_memory(
     description's order.
     """
     units, segments = layout_terms(description, layouts, world_size, job, batch)
-    earlier = earlier_terms(description, layouts, world_size, job, batch)
-    walk = step_moments(description, units, segments, job, batch, MemoryBreakdown, earlier)
+    walk = step_moments(description, units, segments, job, batch, MemoryBreakdown)
     return MemoryEstimate(
         moments=tuple(
             Moment(phase=phase, unit="(all)" if unit is None else description.units[unit].label, breakdown=level)
@@ -113,10 +112,9 @@ def bytes_needed(
     """Return what a plan needs, as `estimate_memory` has it, in less time."""
     units, segments = layout_terms(description, layouts, hardware.world_size, job, batch)
     outside = hardware.outside_bytes(communicators_of(layouts, hardware.world_size))
-    earlier = earlier_terms(description, layouts, hardware.world_size, job, batch)
     highest: dict[int | None, int] = {}
     before = 0
-    for phase, unit, level in step_moments(description, units, segments, job, batch, all_kinds, earlier):
+    for phase, unit, level in step_moments(description, units, segments, job, batch, all_kinds):
         highest[unit] = max(highest.get(unit, 0), level + outside)
         before = max(before, level + outside) if phase.startswith(EARLIER) else before
     return Needed(max(highest.values()), _host_bytes(units, segments), highest, before)
@@ -125,7 +123,7 @@ def bytes_needed(
 def layout_terms(
     description: ModelDescription, layouts: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
 ) -> tuple[list[UnitBytes], list[SegmentBytes]]:
-    """Return the memory terms of each unit, in the last micro-step, and of each segment."""
+    """Return the memory terms of each unit and of each segment."""
     recomputes = any(layout.activations.recomputes for layout in layouts)
     segments = [
         SegmentBytes.of(
@@ -137,21 +135,8 @@ def layout_terms(
         )
         for s in description.segments
     ]
-    return _unit_terms(description, layouts, world_size=world_size, job=job, batch=batch), segments
-
-
-def earlier_terms(
-    description: ModelDescription, layouts: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
-) -> list[UnitBytes]:
-    """Return the memory terms of each unit in an earlier micro-step; none if there is only one."""
-    if batch.accumulation_steps == 1:
-        return []
-    return _unit_terms(description, layouts, world_size=world_size, job=job, batch=batch, earlier=True)
-
-
-def _unit_terms(description: ModelDescription, layouts: Sequence[UnitLayout], **options: Any) -> list[UnitBytes]:
-    terms = once_per_shape(description.units, partial(unit_bytes, **options))
-    return [*starmap(terms, zip(range(len(description.units)), layouts, strict=True))]
+    terms = once_per_shape(description.units, partial(unit_bytes, world_size=world_size, job=job, batch=batch))
+    return [*starmap(terms, zip(range(len(description.units)), layouts, strict=True))], segments
 
 
 def _host_bytes(units: Sequence[UnitBytes], segments: Sequence[SegmentBytes]) -> int:
@@ -166,7 +151,6 @@ def peak_of_terms(
     segments: Sequence[SegmentBytes],
     job: TrainingJob,
     batch: Batch,
-    earlier: Sequence[UnitBytes] = (),
 ) -> int:
     """Return the peak of a step whose units and segments have these terms, which need not come from one plan."""
-    return max(level for _, _, level in step_moments(description, units, segments, job, batch, all_kinds, earlier))
+    return max(level for _, _, level in step_moments(description, units, segments, job, batch, all_kinds))

@@ -10,14 +10,14 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from ..decision import Batch
 from ..description import GatherSpan, ModelDescription, Segment
 from ..placement import Activations
-from ..training_job import OptimizerStep, TrainingJob
+from ..training_job import TrainingJob
 from .placement import saved_bytes
 from .units import UnitBytes, gradients_arriving, merged_gradients
 
@@ -130,10 +130,9 @@ class SegmentBytes:
         return SegmentBytes(**{name: getattr(self, name) // size for name in self.__slots__})
 
     @classmethod
-    def least(cls, segment: Segment, span: GatherSpan, samples: int, choices: Iterable[Activations]) -> SegmentBytes:
-        """Return the least of each term over these choices of activations."""
-        forms = [cls.of(segment, span, samples, activations) for activations in choices]
-        return cls(**{name: min(getattr(form, name) for form in forms) for name in cls.__slots__})
+    def least(cls, choices: Collection[SegmentBytes]) -> SegmentBytes:
+        """Return the least of each term, with which no moment is higher than with any of these."""
+        return cls(**{name: min(getattr(one, name) for one in choices) for name in cls.__slots__})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +165,7 @@ EARLIER = "earlier"
 NO_CALL: CallMoments[int] = CallMoments(
     copy_out=0, forward=0, left_by_forward=0, gather=0, computing=(0,), reducing=(0,), left_by_backward=0
 )
+"""Of a unit that is gathered for the whole step, or never runs."""
 
 
 def call_moments(unit: UnitBytes, segment: SegmentBytes, of: Callable[..., Bytes]) -> CallMoments[Bytes]:
@@ -180,10 +180,8 @@ def call_moments(unit: UnitBytes, segment: SegmentBytes, of: Callable[..., Bytes
         there = segment.gradient + segment.kept if unit.managed else segment.arrived
         freed = of(activations=there - segment.saved, gathered=-unit.kept)
         backward = of(gradients=unit.gradients_after, buffers=unit.reduced_after, activations=segment.kept)
-        reductions = (
-            freed + of(activations=unit.unsharded_gradients, buffers=unit.reduce_input + unit.reduce_copy),
-            freed
-            + of(gradients=unit.gradients_after, buffers=unit.reduced_after + unit.reduce_input + unit.reduce_work),
+        reductions = _reduction(
+            unit, freed + of(activations=unit.unsharded_gradients), freed + of(gradients=unit.gradients_after), of
         )
     compute = of(activations=segment.peak(unit), gathered=own)
     return CallMoments(
@@ -197,9 +195,9 @@ def call_moments(unit: UnitBytes, segment: SegmentBytes, of: Callable[..., Bytes
     )
 
 
-def highest_moments(unit: UnitBytes, segment: SegmentBytes | None) -> CallMoments[int]:
-    """Return the moments of a call with only the highest of each kind; all 0 for a unit without a segment."""
-    call = NO_CALL if segment is None else call_moments(unit, segment, all_kinds)
+def highest_moments(unit: UnitBytes, segment: SegmentBytes) -> CallMoments[int]:
+    """Return the moments of a call with only the highest of each kind."""
+    call = call_moments(unit, segment, all_kinds)
     return replace(call, computing=(max(call.computing),), reducing=(max(call.reducing, default=0),))
 
 
@@ -240,22 +238,27 @@ def end_moments(unit: UnitBytes, of: Callable[..., Bytes]) -> EndMoments[Bytes]:
     if not unit.at_end:
         return EndMoments(filled=of(), reduced=of(), left=of())
     freed = of(gathered=-unit.gathered, gradients=-unit.joined)
-    left = freed + of(gradients=unit.left_at_end, buffers=unit.reduced_after)
-    return EndMoments(
-        filled=freed + of(buffers=unit.reduce_input + unit.reduce_copy),
-        reduced=left + of(buffers=unit.reduce_input + unit.reduce_work),
-        left=left,
+    left = freed + of(gradients=unit.left_at_end)
+    filled, reduced = _reduction(unit, freed, left, of)
+    return EndMoments(filled=filled, reduced=reduced, left=left + of(buffers=unit.reduced_after))
+
+
+def _reduction(unit: UnitBytes, before: Bytes, after: Bytes, of: Callable[..., Bytes]) -> tuple[Bytes, Bytes]:
+    """Return the moments of a reduction: with its filled buffer, and with its result, beside what is there then."""
+    return (
+        before + of(buffers=unit.reduce_input + unit.reduce_copy),
+        after + of(buffers=unit.reduced_after + unit.reduce_input + unit.reduce_work),
     )
 
 
-def contributions(unit: UnitBytes, segment: SegmentBytes | None) -> tuple[int, ...]:
+def contributions(unit: UnitBytes, call: CallMoments[int] | None) -> tuple[int, ...]:
     """Return the bytes that a unit adds to each moment of a step, its own and those of other units; a unit that takes
     no more at each of them never makes a plan's peak higher, if FSDP2 manages both or none: a replica leaves other
     units' buffers in place, and a managed root has others gathered ahead. Nor may it leave a reduce buffer that the
-    other frees. `segment` is None for a unit that is gathered for the whole step or never runs.
+    other frees. `call` are its highest moments, None for a unit that is gathered for the whole step or never runs.
     """
-    held, call = unit.held, highest_moments(unit, segment)
-    if segment is None:
+    held = unit.held
+    if call is None:
         gathered = held + unit.gathered
         after = gathered + unit.unsharded_gradients
         found = [held, gathered + unit.copy_out, gathered + unit.gather_buffer, after]
@@ -272,7 +275,7 @@ def contributions(unit: UnitBytes, segment: SegmentBytes | None) -> tuple[int, .
     for level in ended:
         stepping = level + end.left - unit.reduced_after - unit.copies
         found += [level, level + end.filled, level + end.reduced, level + end.left]
-        found += [stepping, stepping + unit.step_scratch, stepping + unit.states_passing]
+        found += [stepping, stepping + unit.step_scratch, stepping + unit.step_passing]
     return (not unit.managed, unit.managed, unit.leaves_tail, *found)
 
 
@@ -283,11 +286,10 @@ def step_moments(
     job: TrainingJob,
     batch: Batch,
     of: Callable[..., Bytes],
-    earlier: Sequence[UnitBytes] = (),
 ) -> Iterator[tuple[str, int | None, Bytes]]:
     """Yield every moment of the last micro-step and of the optimizer's step in FSDP2's order: phase, unit, bytes; `of`
-    makes bytes of kinds. With the units' terms in an `earlier` micro-step its backward is before that of the last; in
-    its forward no more is there.
+    makes bytes of kinds. With accumulation, the backward of an earlier micro-step is before that of the last; in its
+    forward no more is there.
     """
     order, merging = description.segments, merging_segments(description, job)
     segments = [own.merging(merging.get(index, 0)) for index, own in enumerate(segments)]
@@ -314,16 +316,18 @@ def step_moments(
             yield phase, segment.unit, level + nbytes
         level = level + call.left_by_forward
 
-    if earlier:
+    if earlier := [unit.earlier for unit in units if unit.earlier is not None]:
         held = sum(one.gradients_held - u.gradients_held for one, u in zip(earlier, units, strict=True))
-        for phase, number, nbytes in _whole_backward(
-            description, earlier, segments, job, of, level + of(gradients=held)
-        ):
+        own_calls, start = _calls(description, earlier, segments, of), level + of(gradients=held)
+        for phase, number, nbytes in _whole_backward(description, earlier, segments, own_calls, job, of, start):
             yield f"{EARLIER} {phase}", number, nbytes
-    level = yield from _whole_backward(description, units, segments, job, of, level)
-    scratch = combined_scratch(job, [unit.step_scratch for unit in units])
-    scratch = max(scratch, *(unit.states_passing for unit in units), 0)
-    yield "optimizer step", None, level + of(buffers=scratch, gathered=-copies)
+    level = yield from _whole_backward(description, units, segments, calls, job, of, level)
+    yield "optimizer step", None, level + of(buffers=update_bytes(units), gathered=-copies)
+
+
+def update_bytes(units: Sequence[UnitBytes]) -> int:
+    """Return the most temporaries of an optimizer step: those of all units together, or of one."""
+    return max(sum(unit.step_scratch for unit in units), *(unit.step_passing for unit in units), 0)
 
 
 def _calls(
@@ -332,17 +336,24 @@ def _calls(
     segments: Sequence[SegmentBytes],
     of: Callable[..., Bytes],
 ) -> list[CallMoments[Bytes] | None]:
-    """Return the moments of each segment's call; None if its unit is gathered for the whole step."""
-    return [
-        None if description.units[one.unit].span is GatherSpan.STEP else call_moments(units[one.unit], terms, of)
-        for one, terms in zip(description.segments, segments, strict=True)
-    ]
+    """Return the moments of each segment's call, once for equal ones; None if its unit is gathered for the whole
+    step.
+    """
+    known: dict[tuple[int, SegmentBytes], CallMoments[Bytes]] = {}
+    found: list[CallMoments[Bytes] | None] = []
+    for one, terms in zip(description.segments, segments, strict=True):
+        unit, whole_step = units[one.unit], description.units[one.unit].span is GatherSpan.STEP
+        if not whole_step and (id(unit), terms) not in known:
+            known[id(unit), terms] = call_moments(unit, terms, of)
+        found.append(None if whole_step else known[id(unit), terms])
+    return found
 
 
 def _whole_backward(
     description: ModelDescription,
     units: Sequence[UnitBytes],
     segments: Sequence[SegmentBytes],
+    calls: Sequence[CallMoments[Bytes] | None],
     job: TrainingJob,
     of: Callable[..., Bytes],
     level: Bytes,
@@ -352,7 +363,7 @@ def _whole_backward(
     """
     arriving, reduced, uses = gradients_arriving(description, job), 0, calls_of(description)
     in_flight, ahead_of = _buffers_beside(description, units)
-    rows = list(zip(description.segments, segments, _calls(description, units, segments, of), strict=True))
+    rows = list(zip(description.segments, segments, calls, strict=True))
     for index, (segment, terms, call) in reversed(list(enumerate(rows))):
         number, ahead, tail = segment.unit, of(gathered=ahead_of[index]), of(buffers=in_flight[index])
         if call is None:
@@ -401,11 +412,6 @@ def _buffers_beside(description: ModelDescription, units: Sequence[UnitBytes]) -
         leaves = not in_use or unit.at_end or unit.leaves_tail
         in_flight.append(in_flight[-1] if leaves else unit.reduce_tail)
     return in_flight[-2::-1], ahead[:0:-1]
-
-
-def combined_scratch(job: TrainingJob, scratch: Sequence[int]) -> int:
-    """Return the temporaries of one optimizer step: those of all units together, or in a loop those of the largest."""
-    return max(scratch, default=0) if job.optimizer.step is OptimizerStep.FOR_LOOP else sum(scratch)
 
 
 def resident_bytes(description: ModelDescription, job: TrainingJob, samples: int, of: Callable[..., Bytes]) -> Bytes:

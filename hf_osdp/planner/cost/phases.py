@@ -12,7 +12,7 @@ from ..decision import UnitLayout
 from ..description import ModelDescription, shard_dim
 from ..training_job import TrainingJob
 from .memory import MemoryEstimate
-from .moments import all_kinds, resident_bytes
+from .moments import all_kinds, resident_bytes, update_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +43,7 @@ def phases(
     yield from others
     rest = sum(unit.parameters + unit.optimizer for unit in units) + resident_bytes(description, job, 0, all_kinds)
     gradients = sum(unit.gradients_held + unit.gradients_after for unit in units)
-    scratch = max(sum(unit.step_scratch for unit in units), max((unit.states_passing for unit in units), default=0))
-    saved, received = [(0, "shards")], [(gradients + scratch, "the states' first step")]
+    saved, received = [(0, "shards")], [(gradients + update_bytes(units), "the states' first step")]
     for unit, layout in zip(description.units, layouts, strict=True):
         for p in unit.parameters if world_size > 1 else ():
             shard, whole = p.sharded_bytes(g := layout.shard_size), p.numel * p.dtype.itemsize

@@ -26,13 +26,16 @@ def shard_bytes(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) -> 
         pinned = sum((1 + p.requires_grad) * pinned_bytes(p.sharded_bytes(g)) for p in unit.parameters)
         return dict(host=pinned + states, host_moment=max(shards, default=0))
     parameters = sum(p.sharded_bytes(g) for p in unit.parameters)
-    matrix = max((optimizer.matrix_scratch(p, g) for p in trainable), default=0)
+    largest, foreach = max(shards, default=0), optimizer.step is OptimizerStep.FOREACH
+    passing = max((optimizer.matrix_scratch(p, g) for p in trainable), default=0)
+    if optimizer.step is OptimizerStep.FOR_LOOP:
+        passing = max(passing, int(optimizer.loop_scratch * largest))
     if layout.states_on_host:
-        passing = states + max(matrix, _step_scratch([max(shards, default=0)], job))
+        passing = states + max(passing, largest if foreach else 0)
         host = sum(pinned_bytes(nbytes) for p in trainable for nbytes in optimizer.state_tensors(p, g))
-        return dict(parameters=parameters, states_passing=passing, host=host)
-    scratch = _step_scratch(shards, job)
-    return dict(parameters=parameters, optimizer=states, step_scratch=scratch, states_passing=matrix)
+        return dict(parameters=parameters, step_passing=passing, host=host)
+    scratch = sum(shards) if foreach else 0
+    return dict(parameters=parameters, optimizer=states, step_scratch=scratch, step_passing=passing)
 
 
 def pinned_bytes(nbytes: int) -> int:
@@ -40,14 +43,6 @@ def pinned_bytes(nbytes: int) -> int:
     (`CachingHostAllocatorImpl::allocate`).
     """
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
-
-
-def _step_scratch(shards: Sequence[int], job: TrainingJob) -> int:
-    if job.optimizer.step is OptimizerStep.FOREACH:
-        return sum(shards)
-    return (
-        int(job.optimizer.loop_scratch * max(shards, default=0)) if job.optimizer.step is OptimizerStep.FOR_LOOP else 0
-    )
 
 
 def shard_seconds(

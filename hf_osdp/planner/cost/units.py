@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from ..decision import LAYOUT_FIELDS, Batch, UnitLayout
+from ..decision import LAYOUT_FIELDS, Batch, Message, UnitLayout
 from ..description import DType, GatherSpan, ModelDescription, ParameterSpec, UnitDescription, shard_dim
 from ..hardware import Collective, Hardware
 from ..training_job import TrainingJob
@@ -21,17 +22,20 @@ layout_key = attrgetter(*(name for name in LAYOUT_FIELDS if name != "activations
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitBytes:
-    """Memory terms of one unit under one layout in the last micro-step, or in an earlier one, in bytes."""
+    """Memory terms of one unit under one layout in the last micro-step, or in an earlier one, in bytes.
+
+    Less of a term makes no moment higher, but for the terms of `_LOWERING`.
+    """
 
     parameters: int = 0
     """Sharded parameters, held during the whole step."""
     optimizer: int = 0
     """Optimizer states, held during the whole step."""
     step_scratch: int = 0
-    """Temporaries of the optimizer step."""
-    states_passing: int = 0
-    """Most bytes on the device while parameters step one by one: a unit's states from the host with temporaries of one
-    parameter, or temporaries of one matrix."""
+    """Temporaries of an optimizer step of all parameters at once."""
+    step_passing: int = 0
+    """Most bytes of the optimizer step that are there for one unit at a time: temporaries of one parameter in a loop,
+    of one matrix, and a unit's states from the host."""
     host: int = 0
     """Parameters, gradients and optimizer states on the host; no other term includes them."""
     host_moment: int = 0
@@ -92,14 +96,31 @@ class UnitBytes:
     adds: bool = False
     """Whether autograd adds gradients to held whole ones as they come, but for those of shared parameters, which wait
     for each other."""
+    earlier: UnitBytes | None = field(default=None, compare=False)
+    """The terms in an earlier micro-step, which may be equal; None in one, and without accumulation."""
 
     def in_units(self, size: int) -> UnitBytes:
         """Return the terms in units of `size` bytes, rounded so that no moment has more than before."""
-        less = {name: value // size for name, value in zip(_TERMS, _terms(self), strict=True)}
-        less["joined"] = -(-self.joined // size)  # alone lowers moments
+        less: dict[str, Any] = {name: value // size for name, value in zip(_TERMS, _terms(self), strict=True)}
+        less |= {name: -(-getattr(self, name) // size) for name in _TERMS if name in _LOWERING}
         if 0 < self.kept < size:  # they seem to be freed, and then would be gathered once more
             less |= {"gather_buffer": 0, "cast_buffer": 0}
-        return replace(self, **less)
+        return replace(self, **less, earlier=self.earlier and self.earlier.in_units(size))
+
+    @classmethod
+    def least(cls, choices: Collection[UnitBytes]) -> UnitBytes:
+        """Return terms with which no moment is higher than with any of these, but for gathers ahead of other units."""
+        columns = zip(*map(_values, choices), strict=True)
+        values = {
+            name: max(column) if name in _LOWERING else min(column)
+            for name, column in zip(_NAMES, columns, strict=True)
+        }
+        if any(one.kept for one in choices):  # what is kept is not cast again in backward
+            values["cast_buffer"] = 0
+        if len({one.at_end for one in choices}) > 1:  # a replica's gradients are reduced before
+            values["unsharded_gradients"] = 0
+        earlier = [one.earlier for one in choices if one.earlier is not None]
+        return cls(**values, earlier=cls.least(earlier) if earlier else None)
 
     @property
     def held(self) -> int:
@@ -130,8 +151,11 @@ class UnitBytes:
         return 0 if self.kept else self.gather_buffer
 
 
-_TERMS = tuple(field.name for field in fields(UnitBytes) if field.type != "bool")
-_terms = attrgetter(*_TERMS)
+_NAMES = tuple(one.name for one in fields(UnitBytes) if one.name != "earlier")
+_TERMS = tuple(one.name for one in fields(UnitBytes) if one.type == "int")
+_terms, _values = attrgetter(*_TERMS), attrgetter(*_NAMES)
+_LOWERING = ("joined", "managed", "at_end", "adds")
+"""Terms of which more lowers a moment: they are rounded up, and a bound takes the most of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,19 +216,23 @@ def once_per_shape(
 
 
 def unit_bytes(
-    unit: UnitDescription,
-    layout: UnitLayout,
-    world_size: int,
-    job: TrainingJob,
-    batch: Batch,
-    *,
-    earlier: bool = False,
+    unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, batch: Batch
 ) -> UnitBytes:
-    """Return the memory terms of a unit under a layout in the last micro-step, or in an `earlier` one: of two the
-    first, before which no gradients are held, of more one between.
+    """Return the memory terms of a unit under a layout in the last micro-step, and with accumulation in an earlier
+    one: of two the first, before which no gradients are held, of more one between.
     """
-    if layout.is_replica:
-        return _replica_bytes(unit, layout, world_size, job, batch, earlier=earlier)
+    micro_step = partial(_replica_bytes if layout.is_replica else _managed_bytes, unit, layout, world_size, job, batch)
+    last = micro_step(earlier=False)
+    if batch.accumulation_steps == 1:
+        return last
+    is_alike = batch.accumulation_steps > 2 and not batch.holds_gradients(layout)
+    return replace(last, earlier=last if is_alike else micro_step(earlier=True))
+
+
+def _managed_bytes(
+    unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, batch: Batch, *, earlier: bool
+) -> UnitBytes:
+    """Return the memory terms of a unit that FSDP2 manages."""
     g, precision, trainable = layout.shard_size, job.precision, unit.trainable
     shards = sum(p.sharded_bytes(g) for p in trainable)
     gradients = 0 if layout.away else shards
@@ -227,6 +255,7 @@ def unit_bytes(
         _nbytes(ps, precision.reduced_dtype if holds else precision.gathered_dtype) for ps in (in_loops, copied)
     )
     joins, casts = holds and held > 0, whole != unsharded
+    gather, *reductions = messages(unit, layout, world_size)
     unsharded = unsharded if casts or not joins else merged_gradients(unit, job)
     terms: dict[str, Any] = shard_bytes(unit, layout, job)
     if partial or not accumulates:
@@ -236,7 +265,7 @@ def unit_bytes(
         gradients_after=(whole if holds and earlier else gradients) - held,
         gathered=gathered,
         gather_buffer=gathered if g > 1 else 0,
-        cast_buffer=_cast_buffer(unit, layout, job),
+        cast_buffer=_cast_buffer(unit, layout, job, gather),
         copy_out=_nbytes(_copied(unit.parameters, g), precision.gathered_dtype),
         unsharded_gradients=0 if joins and not unit.reduced_at_end else unsharded,
         joined=unsharded if joins and unit.reduced_at_end else 0,
@@ -252,7 +281,7 @@ def unit_bytes(
         reduced_after=reduced if g < world_size and (recast or layout.away) else 0,
         reduce_input=scatter_input,
         reduce_copy=copy,
-        reduce_stage=_reduce_stage(unit, layout, world_size, job, reduced),
+        reduce_stage=_reduce_stage(unit, layout, job, reduced, reductions),
         last_gradient=last,
         reduce_tail=scatter_input,
         reduce_output=output,
@@ -298,7 +327,7 @@ def _replica_bytes(
         copies=_nbytes(copied, precision.gathered_dtype),
         unsharded_gradients=merged_gradients(unit, job) if in_place else whole,
         reduce_copy=copy,
-        reduce_stage=_reduce_stage(unit, layout, world_size, job, flat),
+        reduce_stage=_reduce_stage(unit, layout, job, flat, messages(unit, layout, world_size)[1:]),
         leaves_tail=True,
         managed=False,
         at_end=unit.span is GatherSpan.STEP,
@@ -433,7 +462,7 @@ def _copied(parameters: Iterable[ParameterSpec], g: int) -> list[ParameterSpec]:
     return [p for p in parameters if g > 1 and shard_dim(p.shape, g)]
 
 
-def _cast_buffer(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) -> int:
+def _cast_buffer(unit: UnitDescription, layout: UnitLayout, job: TrainingJob, message: Message) -> int:
     """Return the bytes of a gather beyond gathered parameters and gather buffer: codes, buffer between stages, casts,
     copies. Those that the copy out of the buffer needs are allocated after codes and the other buffer are freed.
 
@@ -441,7 +470,7 @@ def _cast_buffer(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) ->
     Whole parameters are copied from the host, cast and copied into place, one after the other.
     """
     if (g := layout.shard_size) > 1:
-        codes, gathered = messages(unit, layout, g)[0].gather_buffers(), job.precision.gathered_dtype
+        codes, gathered = message.gather_buffers(), job.precision.gathered_dtype
         stage = _nbytes(unit.parameters, gathered, g) // layout.stage_size if layout.two_stage else 0
         return max(codes + stage, _nbytes(_copied(unit.parameters, g), gathered))
     highest = done = 0
@@ -454,11 +483,11 @@ def _cast_buffer(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) ->
     return highest - done
 
 
-def _reduce_stage(unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, reduced: int) -> int:
+def _reduce_stage(
+    unit: UnitDescription, layout: UnitLayout, job: TrainingJob, reduced: int, reductions: Sequence[Message]
+) -> int:
     """Return the bytes of a reduction beside its input and output; `reduced` are the bytes of a rank's part."""
     stage = layout.shard_size // layout.stage_size * reduced if layout.two_stage else 0
     apart = any(job.precision.reduced_dtype(p).itemsize < 4 for p in unit.trainable)
-    codes, replicas = (
-        message.reduce_buffers(separate_sums=apart) for message in messages(unit, layout, world_size)[1:]
-    )
+    codes, replicas = (message.reduce_buffers(separate_sums=apart) for message in reductions)
     return max(stage + codes, replicas)

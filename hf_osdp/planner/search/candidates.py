@@ -5,7 +5,7 @@ solver.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from ...errors import HardwareError, OSDPError
@@ -50,28 +50,22 @@ class Candidate:
 
     @cached_property
     def floor_bytes(self) -> int:
-        """Lower bound on the peak in bytes: for each memory term, a unit takes the least over its options.
+        """Lower bound on the peak of a last micro-step: a unit takes the least of each memory term over its options.
 
-        Every moment is a sum of terms with positive sign, but for those named below, so that the bound holds at every
-        moment. Beside a replica nothing is gathered ahead: this needs no term of its own, because a unit that may be a
+        Beside a replica nothing is gathered ahead: this needs no term of its own, because a unit that may be a
         replica gathers 0 bytes here, and where one unit may be a replica, all may, or are.
         """
         description = self.problem.description
         terms: dict[int, UnitBytes] = {}
         kept: dict[int, set[Activations]] = {}
         for group in self.timeline.groups:
-            least = {f.name: min(getattr(o.bytes, f.name) for o in group.options) for f in fields(UnitBytes)}
-            # parameters that are kept are not cast again in backward
-            least["cast_buffer"] = min(0 if o.bytes.kept else o.bytes.cast_buffer for o in group.options)
-            if len({o.bytes.at_end for o in group.options}) > 1:  # a replica's gradients are reduced before
-                least["unsharded_gradients"] = 0
-            for name in ("joined", "managed", "at_end", "adds"):  # only these lower moments
-                least[name] = max(getattr(o.bytes, name) for o in group.options)
-            terms |= dict.fromkeys(group.units, UnitBytes(**least))
+            least = UnitBytes.least([o.bytes for o in group.options])
+            terms |= dict.fromkeys(group.units, replace(least, earlier=None))
             kept |= {unit: {o.layout.activations for o in group.options} for unit in group.units}
         samples = self.batch.micro_batch_size
         segments = [
-            SegmentBytes.least(s, description.units[s.unit].span, samples, kept[s.unit]) for s in description.segments
+            SegmentBytes.least([SegmentBytes.of(s, description.units[s.unit].span, samples, a) for a in kept[s.unit]])
+            for s in description.segments
         ]
         return peak_of_terms(
             description, [terms[i] for i in range(len(terms))], segments, self.problem.job, self.batch
@@ -92,7 +86,7 @@ class Candidate:
             lambda o: (o.seconds, o.issued, o.stays) if done >= issued else (o.issued, o.seconds, o.stays)
         )
         seconds = self.timeline.seconds(layouts)
-        if seconds > self.least_s * _EQUAL or not self._fit(layouts, limit_bytes):
+        if seconds > self.least_s * _EQUAL or not self.fits(layouts, limit_bytes):
             return None
         return Solution(layouts=layouts, objective=seconds, bound=seconds)
 
@@ -105,7 +99,7 @@ class Candidate:
             own.setdefault(structure, {})[layouts[unit]] = None
         space = tuple(tuple(own[structure]) for structure in self.costs.structures)
         timeline = build_timeline(self.costs, space, every_layout=True)
-        simple = simplest(timeline, self.problem.job, limit_bytes, self.needed, layouts, price_s)
+        simple = simplest(timeline, limit_bytes, self.needed, layouts, price_s)
         return simple, timeline.count_parts(layouts) - timeline.count_parts(simple)
 
     def frugal(self) -> dict[int, UnitLayout]:
@@ -119,22 +113,18 @@ class Candidate:
 
         return self._each(lambda o: (needed(o), o.seconds))
 
-    def frugal_fits(self, limit_bytes: int) -> bool:
-        """Return whether the frugal plan fits; it needs no solver."""
-        return self._fit(self.frugal(), limit_bytes)
-
     def solver(self, limit_bytes: int) -> FastestSearch:
         """Return the search for the fastest plan within a limit."""
-        return FastestSearch(self.timeline, self.problem.job, limit_bytes, self.needed)
+        return FastestSearch(self.timeline, limit_bytes, self.needed)
 
     def least(self, below: int | None = None) -> tuple[Layouts, int] | None:
         """Return the plan with the lowest peak, and this peak as `needed` gives it; it is exact up to 4 GiB, above to
         about one part in a million. None if the solver finds no plan below so many bytes within `LEAST_WORK`.
         """
-        job, plan = self.problem.job, self.frugal()
+        plan = self.frugal()
         best: tuple[Layouts, int] | None = None
         if (needed := self.needed(plan)).host > self.timeline.host_limit_bytes and below is None:
-            possible = any_within(self.timeline, job, UNLIMITED, self.needed)
+            possible = any_within(self.timeline, UNLIMITED, self.needed)
             assert possible is not None, "a candidate's least states fit the host"
             plan, needed = dict(possible), self.needed(possible)
         if needed.host <= self.timeline.host_limit_bytes and (below is None or needed.device < below):
@@ -142,17 +132,21 @@ class Candidate:
         assert below is not None, "it is the plan's peak"
         found = None
         if self.floor_bytes < below:
-            found = least(self.timeline, job, below - 1, self.needed, LEAST_WORK)
-        if found is None or not self._fit(found, below - 1):
+            found = least(self.timeline, below - 1, self.needed, LEAST_WORK)
+        if found is None or not self.fits(found, below - 1):
             return best
         return found, self.needed(found).device
 
-    def _fit(self, layouts: Layouts, limit_bytes: int) -> bool:
+    def fits(self, layouts: Layouts, limit_bytes: int) -> bool:
+        """Return whether a plan fits the device and the host."""
         return fit(self.timeline, self.needed(layouts), limit_bytes)
 
     def _each(self, key: Callable[[Option], tuple[float, ...]]) -> dict[int, UnitLayout]:
         """Return for each unit the layout whose option has the least key."""
-        return {unit: min(group.options, key=key).layout for group in self.timeline.groups for unit in group.units}
+        found: dict[int, UnitLayout] = {}
+        for group in self.timeline.groups:
+            found |= dict.fromkeys(group.units, min(group.options, key=key).layout)
+        return found
 
 
 def all_candidates(problem: PlanningProblem, *, smallest: bool = False) -> Iterator[Candidate]:

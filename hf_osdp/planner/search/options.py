@@ -12,13 +12,14 @@ it; a plan is optimal among those that follow the rule.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TypeAlias
 
-from ..cost.moments import CallMoments, SegmentBytes, backward_moments, contributions, highest_moments
+from ..cost.moments import NO_CALL, CallMoments, SegmentBytes, backward_moments, contributions, highest_moments
 from ..cost.units import UnitBytes
 from ..decision import Mesh, UnitLayout, groups_in
 
@@ -29,7 +30,6 @@ class Option:
 
     layout: UnitLayout
     bytes: UnitBytes
-    """In the last micro-step."""
     seconds: float
     issued: float = 0.0
     """The CPU's seconds; a step takes the larger sum of both (`step_seconds`)."""
@@ -39,8 +39,13 @@ class Option:
     """Meshes that the layout needs."""
     structure: int = 0
     """Number of the unit's structure; units of one structure have the same choices."""
-    earlier: Option | None = None
-    """The same with the bytes of an earlier micro-step; None without accumulation."""
+
+    @functools.cached_property
+    def earlier(self) -> Option | None:
+        """The same with the bytes of an earlier micro-step; None without accumulation."""
+        if (earlier := self.bytes.earlier) is None:
+            return None
+        return self if earlier == self.bytes else replace(self, bytes=earlier)
 
     @property
     def micro_steps(self) -> tuple[Option, ...]:
@@ -50,7 +55,7 @@ class Option:
     @functools.cached_property
     def call(self) -> CallMoments[int]:
         """The highest moments of the unit's call."""
-        return highest_moments(self.bytes, self.segment)
+        return NO_CALL if self.segment is None else highest_moments(self.bytes, self.segment)
 
     @functools.cached_property
     def host(self) -> int:
@@ -96,8 +101,13 @@ class Option:
         sum and the largest value of a unit (`host_moment`; in a loop the step's scratch): a unit that adds no more to
         each of these raises neither.
         """
-        moments = (nbytes for one in self.micro_steps for nbytes in contributions(one.bytes, one.segment))
+        moments = itertools.chain.from_iterable(one.contributions for one in self.micro_steps)
         return (*moments, self.host, self.bytes.host_moment)
+
+    @functools.cached_property
+    def contributions(self) -> tuple[int, ...]:
+        """Bytes that the unit adds to each moment of this micro-step."""
+        return contributions(self.bytes, None if self.segment is None else self.call)
 
 
 def undominated(options: Iterable[Option], *, by_memory: bool = False, meshes: bool = True) -> list[Option]:
@@ -139,6 +149,11 @@ class UnitGroup:
     def earlier(self) -> UnitGroup:
         """The group in an earlier micro-step."""
         return replace(self, options=tuple(option.earlier or option for option in self.options))
+
+    @functools.cached_property
+    def of_layout(self) -> Mapping[UnitLayout, Option]:
+        """Each layout's option."""
+        return {option.layout: option for option in self.options}
 
     def assign(self, counts: Sequence[int]) -> dict[int, UnitLayout]:
         """Return each unit's layout if `counts[k]` units take the k-th option, assigned by the rule."""
@@ -204,16 +219,19 @@ class Timeline:
 
     def keeping(self, options: Mapping[UnitGroup, Set[Option]]) -> Timeline:
         """Return the timeline with only these options of each group, in the same order."""
-        less = {
-            group: replace(group, options=tuple(o for o in group.options if o in options[group]))
-            for group in self.groups
-        }
-        parts = tuple(less[p] if isinstance(p, UnitGroup) else p for p in self.parts)
+        return self._changed(lambda group: (one for one in group.options if one in options[group]))
+
+    def _changed(self, options: Callable[[UnitGroup], Iterable[Option]]) -> Timeline:
+        """Return the timeline with other options of each group."""
+
+        def group(one: UnitGroup) -> UnitGroup:
+            return replace(one, options=tuple(options(one)))
+
         return replace(
             self,
-            parts=parts,
-            whole_step=tuple(less[g] for g in self.whole_step),
-            idle=tuple(less[g] for g in self.idle),
+            parts=tuple(group(p) if isinstance(p, UnitGroup) else p for p in self.parts),
+            whole_step=tuple(map(group, self.whole_step)),
+            idle=tuple(map(group, self.idle)),
         )
 
     def in_units(self, size: int) -> Timeline:
@@ -221,23 +239,16 @@ class Timeline:
 
         @functools.cache
         def option(one: Option) -> Option:
-            segment = one.segment and one.segment.in_units(size)
-            earlier = one.earlier and option(one.earlier)
-            return replace(one, bytes=one.bytes.in_units(size), segment=segment, earlier=earlier)
+            return replace(one, bytes=one.bytes.in_units(size), segment=one.segment and one.segment.in_units(size))
 
-        def part(one: Part) -> Part:
-            if isinstance(one, UnitGroup):
-                return group(one)
+        def root(one: RootSegment) -> RootSegment:
             gradients = {unit: (every // size, some // size) for unit, (every, some) in one.gradients.items()}
             return replace(one, bytes=one.bytes.in_units(size), gradients=gradients)
 
-        def group(one: UnitGroup) -> UnitGroup:
-            return replace(one, options=tuple(map(option, one.options)))
-
-        return Timeline(
-            parts=tuple(map(part, self.parts)),
-            whole_step=tuple(map(group, self.whole_step)),
-            idle=tuple(map(group, self.idle)),
+        less = self._changed(lambda group: map(option, group.options))
+        return replace(
+            less,
+            parts=tuple(p if isinstance(p, UnitGroup) else root(p) for p in less.parts),
             model_bytes=self.model_bytes // size,
             host_limit_bytes=self.host_limit_bytes // size,
             communicator_bytes=self.communicator_bytes // size,
@@ -245,7 +256,7 @@ class Timeline:
 
     def chosen(self, layouts: Mapping[int, UnitLayout]) -> list[Option]:
         """Return each unit's option with its layout."""
-        return [o for group in self.groups for unit in group.units for o in group.options if o.layout == layouts[unit]]
+        return [group.of_layout[layouts[unit]] for group in self.groups for unit in group.units]
 
     def count_parts(self, layouts: Mapping[int, UnitLayout]) -> int:
         """Return the number of a plan's parts; a plan of fewer parts is simpler."""

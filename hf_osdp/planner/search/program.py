@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ..cost.moments import CallMoments, SegmentBytes, all_kinds, backward_moments, end_moments, forward_moments
 from ..decision import REPLICAS, WHOLE_WORLD, groups_in
-from ..training_job import OptimizerStep, TrainingJob
 from .integer_model import GroupCounts, IntegerModel, Run
 from .options import Option, RootSegment, Timeline, UnitGroup
 
@@ -50,7 +49,6 @@ class Program(IntegerModel):
 
     Args:
         timeline: parts of a micro-step, with the options of each group.
-        job: the training job; only its optimizer step matters here.
         limit_bytes: the most that a moment may take.
         runs: runs whose moments are constrained.
         earlier: whether those of an earlier micro-step are.
@@ -60,7 +58,6 @@ class Program(IntegerModel):
     def __init__(
         self,
         timeline: Timeline,
-        job: TrainingJob,
         limit_bytes: int,
         *,
         runs: Set[Run] = frozenset(),
@@ -68,7 +65,7 @@ class Program(IntegerModel):
         lowest: bool = False,
     ) -> None:
         super().__init__(timeline, limit_bytes, runs, lowest=lowest)
-        self._timeline, self._job = timeline, job
+        self._timeline = timeline
         self._enter(self._groups)
         options = [option for group in self._groups for option in group.options]
         self._most = {value: max(map(value, options)) for value in (_gather_buffer, _prefetched, _reduce_tail)}
@@ -340,11 +337,8 @@ class Program(IntegerModel):
     def _constrain_update(self, level: Bytes) -> None:
         """Constrain level + optimizer scratch ≤ limit."""
         level = level - self._sum(self._groups.values(), lambda o: o.bytes.copies)
-        if self._job.optimizer.step is OptimizerStep.FOR_LOOP:
-            self._fits(level + self._largest(lambda o: max(o.bytes.step_scratch, o.bytes.states_passing)))
-        else:
-            self._fits(level + self._sum(self._groups.values(), lambda o: o.bytes.step_scratch))
-            self._fits(level + self._largest(lambda o: o.bytes.states_passing))
+        self._fits(level + self._sum(self._groups.values(), lambda o: o.bytes.step_scratch))
+        self._fits(level + self._largest(lambda o: o.bytes.step_passing))
 
 
 _gather_buffer: Value = attrgetter("bytes.gather_buffer")

@@ -140,7 +140,7 @@ def fits_by_estimate(problem: PlanningProblem) -> bool:
 
     def fits(candidate: Candidate) -> bool:
         lower = candidate.floor_bytes <= limit
-        return candidate.frugal_fits(limit) or (lower and candidate.least(limit + 1) is not None)
+        return candidate.fits(candidate.frugal(), limit) or (lower and candidate.least(limit + 1) is not None)
 
     try:
         return any(map(fits, all_candidates(problem, smallest=True)))

@@ -20,7 +20,6 @@ from typing import Any, TypeAlias
 
 from ..cost.memory import Needed
 from ..decision import UnitLayout
-from ..training_job import TrainingJob
 from .integer_model import MIN_GAIN, Relaxation, Run
 from .options import Option, Timeline, UnitGroup, undominated
 from .program import Program
@@ -74,9 +73,8 @@ def unit_of(limit_bytes: int, digits: int = _DIGITS) -> int:
 class Solver:
     """Programs of one timeline in units of `size` bytes, which constrain the runs that were found to matter."""
 
-    def __init__(self, timeline: Timeline, job: TrainingJob, size: int, walk: Walk) -> None:
-        self.in_bytes, self.timeline, self.size = timeline, timeline.in_units(size), size
-        self._job, self._walk = job, walk
+    def __init__(self, timeline: Timeline, size: int, walk: Walk) -> None:
+        self.in_bytes, self.timeline, self.size, self._walk = timeline, timeline.in_units(size), size, walk
         self._runs: set[Run] = set()
         self._earlier = False
         """Whether moments of an earlier micro-step are constrained: where they matter, which is rare."""
@@ -88,7 +86,7 @@ class Solver:
     def program(self, limit_bytes: int, kept: Kept | None = None, **options: Any) -> Program:
         """Return the program of these options, for None of all; without `runs` it can be relaxed."""
         timeline = self.timeline if kept is None else self.timeline.keeping(kept)
-        return Program(timeline, self._job, limit_bytes // self.size, **options)
+        return Program(timeline, limit_bytes // self.size, **options)
 
     def solve(
         self,
@@ -150,9 +148,9 @@ class Solver:
 class FastestSearch:
     """The search for the fastest plan of a timeline under a limit; costs are in steps of the objective."""
 
-    def __init__(self, timeline: Timeline, job: TrainingJob, limit_bytes: int, walk: Walk) -> None:
-        self._job, self._limit_bytes, self._walk = job, limit_bytes, walk
-        self._solver = Solver(timeline, job, unit_of(limit_bytes), walk)
+    def __init__(self, timeline: Timeline, limit_bytes: int, walk: Walk) -> None:
+        self._limit_bytes, self._walk = limit_bytes, walk
+        self._solver = Solver(timeline, unit_of(limit_bytes), walk)
         self._groups = {group.units: group for group in self._solver.timeline.groups}
         self._scale = _RESOLUTION / (max(timeline.least) or 1.0)
         program = self._solver.program(limit_bytes)
@@ -188,7 +186,7 @@ class FastestSearch:
         if self._left >= self._best * (1 - MIN_GAIN):
             return self._found
         if self._best == math.inf:
-            layouts = any_within(self._solver.in_bytes, self._job, self._limit_bytes, self._walk)
+            layouts = any_within(self._solver.in_bytes, self._limit_bytes, self._walk)
             if layouts is None:
                 return None
             self._take(layouts)
@@ -235,20 +233,20 @@ class FastestSearch:
             self._found, self._best = Solution(layouts=layouts, objective=seconds, bound=seconds), cost
 
 
-def any_within(timeline: Timeline, job: TrainingJob, limit_bytes: int, walk: Walk) -> Layouts | None:
+def any_within(timeline: Timeline, limit_bytes: int, walk: Walk) -> Layouts | None:
     """Return some layouts with every moment within the limit; None if there are none, whatever work it takes."""
     for size in dict.fromkeys((unit_of(limit_bytes), 1)):
-        found, _ = Solver(_frugal(timeline), job, size, walk).solve(limit_bytes, lambda program: None)
+        found, _ = Solver(_frugal(timeline), size, walk).solve(limit_bytes, lambda program: None)
         if found is None or fit(timeline, walk(found), limit_bytes):
             return found
     raise AssertionError("the program's moments in bytes are those of the walk")
 
 
-def least(timeline: Timeline, job: TrainingJob, limit_bytes: int, walk: Walk, most_work: float) -> Layouts | None:
+def least(timeline: Timeline, limit_bytes: int, walk: Walk, most_work: float) -> Layouts | None:
     """Return the layouts with the lowest peak, but for rounding, or the lowest that CP-SAT finds within `most_work`;
     None if it finds none up to the limit.
     """
-    solver = Solver(_frugal(timeline), job, unit_of(limit_bytes, _LEAST_DIGITS), walk)
+    solver = Solver(_frugal(timeline), unit_of(limit_bytes, _LEAST_DIGITS), walk)
     return solver.solve(limit_bytes, Program.minimize_limit, most_work, lowest=True)[0]
 
 
@@ -260,9 +258,7 @@ def _frugal(timeline: Timeline) -> Timeline:
     )
 
 
-def simplest(
-    timeline: Timeline, job: TrainingJob, limit_bytes: int, walk: Walk, layouts: Layouts, price_s: float
-) -> Layouts:
+def simplest(timeline: Timeline, limit_bytes: int, walk: Walk, layouts: Layouts, price_s: float) -> Layouts:
     """Return the layouts with the least sum of seconds and a price for each part of the plan (`Option.parts`), or the
     given ones if CP-SAT finds none that are as good within `_SIMPLE_WORK`.
     """
@@ -270,5 +266,5 @@ def simplest(
     scale = _RESOLUTION / seconds
     most = int((seconds + price_s * parts) * scale * (1 + MIN_GAIN))
     minimize = partial(Program.minimize_seconds, scale=scale, at_most=most, price_s=price_s)
-    solved, _ = Solver(timeline, job, unit_of(limit_bytes), walk).solve(limit_bytes, minimize, _SIMPLE_WORK)
+    solved, _ = Solver(timeline, unit_of(limit_bytes), walk).solve(limit_bytes, minimize, _SIMPLE_WORK)
     return solved if solved is not None and fit(timeline, walk(solved), limit_bytes) else layouts

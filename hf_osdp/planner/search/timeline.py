@@ -53,7 +53,6 @@ class BatchCosts:
         self.kinds = self._segment_kinds()
         terms = partial(unit_bytes, world_size=problem.hardware.world_size, job=problem.job, batch=batch)
         self._memory = once_per_shape(description.units, terms)
-        self._earlier = once_per_shape(description.units, partial(terms, earlier=True))
         self.segment_bytes = cache(self._segment_bytes)
         self._option = cache(self._make_option)
         self._options = cache(self._make_options)
@@ -109,14 +108,11 @@ class BatchCosts:
     def _make_option(self, unit: int, layout: UnitLayout, recomputed: bool) -> Option:
         """Return a layout with its bytes and seconds."""
         index, time = self._index(unit), self._timer(unit, layout)
-        last = Option(
+        return Option(
             layout=layout, bytes=self._memory(unit, layout), seconds=time.total_s, issued=time.issued_s,
             structure=self.structures[unit], meshes=groups_of(layout, self.problem.hardware.world_size),
             segment=None if index is None else self.segment_bytes(index, layout.activations, recomputed),
         )  # fmt: skip
-        if self.batch.accumulation_steps == 1:
-            return last
-        return replace(last, earlier=replace(last, bytes=self._earlier(unit, layout)))
 
 
 def build_timeline(costs: BatchCosts, space: Space, *, every_layout: bool = False) -> Timeline:

@@ -50,7 +50,8 @@ def job_of(precision="no", *, states=2, step=OptimizerStep.FUSED, clips=False) -
 
 
 def terms(g, unit=UNIT, *, world_size=4, job=None, batch=ONCE, earlier=False, **more) -> UnitBytes:
-    return unit_bytes(unit, layout(g, **more), world_size, job or job_of(), batch, earlier=earlier)
+    last = unit_bytes(unit, layout(g, **more), world_size, job or job_of(), batch)
+    return last.earlier if earlier else last
 
 
 REPLICATED = UnitBytes(
@@ -156,7 +157,7 @@ SOME_TERMS = {
     "states of momentum": (dict(g=2, job=job_of(states=1)), dict(optimizer=64)),
     # shards of 24 and 8 bytes; the loop takes two of the larger
     "scratch of foreach": (dict(g=4, job=job_of(step=OptimizerStep.FOREACH)), dict(step_scratch=32)),
-    "scratch of a loop": (dict(g=4, job=job_of(step=OptimizerStep.FOR_LOOP)), dict(step_scratch=48)),
+    "scratch of a loop": (dict(g=4, job=job_of(step=OptimizerStep.FOR_LOOP)), dict(step_scratch=0, step_passing=48)),
     "one process does not copy gradients": (dict(g=1, world_size=1), dict(unsharded_gradients=128, reduce_copy=0)),
     "one process adds to gradients in place": (dict(g=1, world_size=1, **HOLDING),
         dict(gradients_held=128, gradients_after=0, unsharded_gradients=0, reduce_copy=0)),
@@ -208,12 +209,6 @@ def test_scalars_stay_whole_and_shared_gradients_are_merged():
 def test_layouts_keep_what_stays_gathered(span, fixed, wanted):
     found = layouts_for(span, (1, 4), reshard_after_forward=fixed)
     assert [(c.shard_size, c.reshard_after_forward) for c in found] == wanted
-
-
-def test_batch_holds_gradients_and_reduces_once_only_with_accumulation():
-    asked = [(batch, layout(4, hold=hold)) for batch in (ONCE, THRICE) for hold in (False, True)]
-    assert [batch.holds_gradients(choice) for batch, choice in asked] == [False, False, False, True]
-    assert [batch.reduce_scatters(choice) for batch, choice in asked] == [1, 1, 3, 1]
 
 
 def machine(devices_per_node: int = 4, **more: Any) -> Hardware:

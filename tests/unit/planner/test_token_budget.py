@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,8 +50,3 @@ def test_every_rank_can_have_as_many_micro_batches(budget, lengths, data):
     sizes = budget.cut(lengths, parts)
     assert len(sizes) == parts and sum(sizes) == len(lengths) and min(sizes) >= 1
     assert cost(budget, lengths, sizes) is not None
-
-
-@pytest.mark.parametrize(("tokens", "padded"), [(1, 8), (8, 8), (9, 16)])
-def test_rows_are_padded_to_eight(tokens, padded):
-    assert TokenBudget(tokens=64, shortest=8, longest=64, overhead=0).width(tokens) == padded
