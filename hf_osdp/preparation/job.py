@@ -161,7 +161,7 @@ class Job:
         facts contradict each other, an option has no effect, or the batch does not divide.
         """
         config, impossible = self.config, impossible_places(self.optimizer, self.against_unit_steps)
-        refuse_first({reason: option in config.asked for option, reason in impossible.items()} | {
+        refuse_first({reason: True for option, reason in impossible.items() if option in config.asked} | {
             f"{option}={value} has no effect with activation checkpointing of all blocks; leave one of the two out.":
                 self.activation_checkpointing and getattr(config, option) is value
             for option, value in _IGNORED_WITH_CHECKPOINTING
