@@ -1,4 +1,4 @@
-"""A machine with one better figure makes no choice of a unit slower, and so no plan."""
+"""A machine with one better figure makes no plan slower."""
 
 import itertools
 import random
@@ -9,7 +9,7 @@ import pytest
 
 from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.timing import UnitTimer
-from hf_osdp.planner.description import ModelDescription
+from hf_osdp.planner.description import ModelDescription, Segment
 from hf_osdp.planner.hardware import Hardware, Link
 from hf_osdp.planner.problem import PlanningProblem
 from tests.helpers.random_problems import spaces, wide
@@ -52,18 +52,20 @@ def better(hardware: Hardware) -> Iterator[tuple[str, Hardware]]:
 
 
 def check(asked: PlanningProblem, dice: random.Random) -> None:
-    """Neither the device's nor the CPU's seconds of any choice grow: a step is the larger sum of both."""
+    """No plan's seconds grow, nor the CPU's for any choice. Those of one unit may: its gather overlaps the forward of
+    the segment before, which may gain more than its own.
+    """
     description, hardware, job = asked.description, asked.hardware, asked.job
     for (batch, space), (figure, machine) in itertools.product(spaces(asked), better(hardware)):
         before, after = (UnitTimer(description, one, job, batch) for one in (hardware, machine))
         for index, own in enumerate(space):
             for layout in dice.sample(own, min(20, len(own))):
                 old, new = before(index, layout), after(index, layout)
-                assert new.total_s <= old.total_s * (1 + EQUAL), figure
                 # where no plan waits, the CPU's seconds are left out
                 assert not old.issued_s or new.issued_s <= old.issued_s * (1 + EQUAL), figure
-        layouts = [dice.choice(own) for own in space]
-        assert after.estimate(layouts).step_s <= before.estimate(layouts).step_s * (1 + EQUAL), figure
+        for _ in range(10):
+            layouts = [dice.choice(own) for own in space]
+            assert after.estimate(layouts).step_s <= before.estimate(layouts).step_s * (1 + EQUAL), figure
 
 
 def issuing(description: ModelDescription, seed: int, numbers: Sequence[int] = (0, 5, 50, 500)) -> ModelDescription:
@@ -78,7 +80,12 @@ def issuing(description: ModelDescription, seed: int, numbers: Sequence[int] = (
             backward=replace(costs.backward, operators=backward),
         )
 
-    return replace(description, segments=tuple(segment.each(changed) for segment in description.segments))
+    def saved(segment: Segment) -> Segment:
+        """Forward is the same whether a block is recomputed or not, as in a trace."""
+        forms = (replace(form, costs=replace(form.costs, forward=segment.forward)) for form in segment.recomputed)
+        return replace(segment, recomputed=tuple(forms))
+
+    return replace(description, segments=tuple(saved(segment).each(changed) for segment in description.segments))
 
 
 @pytest.mark.parametrize("first", slow_but(range(0, 500, 10), daily=(0,)))

@@ -224,8 +224,8 @@ def test_remedies_are_flags_and_true(tmp_path):
     """Of a large vocabulary, at the least limit at which slices of it fit."""
     from transformers import GPT2Config
 
-    GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=8000, n_positions=64).save_pretrained(tmp_path)
-    given = {"sequence_length": 32, "global_batch_size": 32, "device": "titan-rtx", "devices_per_node": 4}
+    GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=8000, n_positions=256).save_pretrained(tmp_path)
+    given = {"sequence_length": 256, "global_batch_size": 32, "device": "titan-rtx", "devices_per_node": 4}
 
     def with_limit(limit: int, *, split: bool) -> Case:
         asked = {**given, "split_vocabulary": split, "memory_limit": str(limit)}
@@ -237,7 +237,7 @@ def test_remedies_are_flags_and_true(tmp_path):
     with pytest.raises(InfeasibleError) as caught:
         _ = with_limit(limit, split=False).found.plan
     flags = [re.search(r"(--[a-z][^;()]*)", way.flags)[1].strip() for way in caught.value.remedies]
-    assert {"--split-vocabulary", "--host-memory 64GiB"} < set(flags), flags
+    assert "--split-vocabulary" in flags, flags
     assert "split_vocabulary=True" in str(caught.value) and "split_vocabulary" not in caught.value.on_command_line
     assert with_limit(limit, split=True).found.plan.peak_bytes <= limit
 
