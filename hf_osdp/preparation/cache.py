@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 import torch
 import transformers
 from torch import nn
-from transformers import GenerationConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..distributed.launcher import variable, variables
@@ -180,8 +179,6 @@ class _Content(pickle.Pickler):
             return number, type(value), tuple(value.shape), value.stride(), value.dtype, value.requires_grad, content
         if isinstance(value, (set, frozenset)):
             return sorted(map(repr, value))
-        if isinstance(value, GenerationConfig):
-            return "generation"  # which holds a hash of this process, and has no part in a description
         if not isinstance(value, (type, types.FunctionType, types.MethodType)):
             return None
         _refuse_foreign(value)
