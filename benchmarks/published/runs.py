@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,12 +20,14 @@ from hf_osdp.modeling.quantized import quantize
 from hf_osdp.planner.cost.evaluate import PlanEstimate, estimate_plan
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import DType, GatherSpan, ModelDescription
+from hf_osdp.planner.files import plain, validated, write_whole
 from hf_osdp.planner.hardware import FSDP_OPERATORS, GB, Hardware, Link
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.training_job import Precision, TrainingJob
 from hf_osdp.planner.wire import WireFormat
-from hf_osdp.preparation.cache import keep, kept, key_of
+from hf_osdp.preparation.cache import cache_folder, code_hash
+from hf_osdp.reading import read_json
 from hf_osdp.tracing.describe import describe
 
 from .rows import ATTENTION, OPTIMIZERS, STRATEGIES, Row
@@ -155,12 +159,23 @@ def described(row: Row, *, own_loss: bool = False) -> ModelDescription:
     config = config_of(row)
     in_low = weights if precision.compute is None else None
     rank = row.count("lora_rank", 0)
-    key = key_of(
-        sorted(options.items()), config.to_json_string(), loss and loss.__name__, in_low, rank, row.is_in_4_bits,
-        row["source"], row["notes"] if rank else "",
-    )  # fmt: skip
-    if (found := kept(key, ModelDescription)) is not None:
-        return found[0]
+    key = repr(
+        (
+            code_hash(),
+            sorted(options.items()),
+            config.to_json_string(),
+            loss and loss.__name__,
+            in_low,
+            rank,
+            row.is_in_4_bits,
+            row["source"],
+            row["notes"] if rank else "",
+        )
+    )
+    folder = cache_folder()
+    path = folder and folder / "published" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    if path is not None and path.exists():
+        return validated(ModelDescription, read_json(path, "cache"), ValueError)
     model = build_on_meta(config, transformers.BertForQuestionAnswering if "SQuAD" in row["model"] else None)
     if in_low is not None:
         model = model.to(getattr(torch, in_low.value))
@@ -172,9 +187,11 @@ def described(row: Row, *, own_loss: bool = False) -> ModelDescription:
         model = _with_adapters(model, row)
     if loss is not None:
         options["loss"] = loss
-    description = describe(model, **options)
-    keep(key, description)
-    return description
+    found = describe(model, **options)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(plain(found)))
+    return found
 
 
 def _with_adapters(model: nn.Module, row: Row) -> nn.Module:

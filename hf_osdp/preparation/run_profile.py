@@ -4,16 +4,17 @@ earlier start, from the cache.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from transformers import PreTrainedConfig
 
 from ..distributed.consensus import on_rank_zero
 from ..distributed.launcher import is_on
@@ -30,7 +31,7 @@ from ..planner.hardware import Hardware
 from ..planner.presets import preset
 from ..planner.profile import BlockTimes, Profile, segment_kind
 from ..quantities import format_bytes, format_seconds
-from .cache import keep, kept, key_of
+from .cache import cache_folder, code_hash, implementations, read, write
 
 MEASURED_EARLIER = "measured earlier"
 """Prefix of the source of hardware that was read from the cache."""
@@ -42,7 +43,6 @@ _MAX_AGE_S = 24 * 3600
 """A machine's speed changes over time."""
 _BUSY = 0.1
 """Share of a measurement's time without a core, above which other programs have disturbed it."""
-_IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
 _PASS_S, _MOST_PASS_S = 0.25, 5.0
 """Estimated seconds of a pass of the largest size, and the most for a single sample; about four passes run."""
 
@@ -109,7 +109,7 @@ def times_of_run(
         return Profile(hardware=hardware, segments=segments)
 
     options = (
-        sizes, timed.compile, timed.autocast, timed.activation_checkpointing, _implementations(timed.model_or_config),
+        sizes, timed.compile, timed.autocast, timed.activation_checkpointing, implementations(timed.model_or_config),
         torch.get_float32_matmul_precision(), is_on("TORCHDYNAMO_DISABLE"), is_on("TORCH_COMPILE_DISABLE"),
     )  # fmt: skip
     # numbers of a new description and of one on disk print alike
@@ -127,33 +127,26 @@ def _once(content: object, device: torch.device, measure: Callable[[], Profile])
     Rank 0 has the file. A measurement during which a rank waited for cores that other programs had is not kept.
     """
     ranks = all_gather_objects((platform.node(), device_name(device), usable_cores()))
-    key = key_of(content, find_topology(), ranks)
-
-    def read() -> tuple[str, float] | None:
-        found = kept(key, Profile)
-        return None if found is None else (found[0].to_json(), found[1])
-
-    text, age_s = on_rank_zero(read) or ("", _MAX_AGE_S)
-    if 0 <= age_s < _MAX_AGE_S:
-        return Profile.from_json(text), f"{age_s / 3600:.0f} h" if age_s >= 5400 else f"{age_s / 60:.0f} min"
-    began_s, waited_s = time.perf_counter(), seconds_without_core()
-    profile = measure()
-    (share,) = over_ranks([(seconds_without_core() - waited_s) / (time.perf_counter() - began_s)])
-    on_rank_zero(lambda: None if share > _BUSY else keep(key, profile))
-    return profile, ""
+    name = hashlib.sha256(repr((code_hash(), content, find_topology(), ranks)).encode()).hexdigest()[:32]
+    folder = cache_folder()
+    path = None if folder is None else folder / "machines" / f"{name}.json"
+    kept = on_rank_zero(lambda: None if path is None else _read_recent(path))
+    if kept is None:
+        began_s, waited_s = time.perf_counter(), seconds_without_core()
+        profile = measure()
+        (share,) = over_ranks([(seconds_without_core() - waited_s) / (time.perf_counter() - began_s)])
+        on_rank_zero(lambda: None if share > _BUSY or path is None else write(path, profile))
+        return profile, ""
+    text, age_s = kept
+    return Profile.from_json(text), f"{age_s / 3600:.0f} h" if age_s >= 5400 else f"{age_s / 60:.0f} min"
 
 
-def _implementations(model: object) -> list[tuple[object, ...]]:
-    """Return each configuration of a model's modules, with how it computes attention and experts, which its JSON
-    leaves out.
-    """
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    values = (value for module in modules for value in vars(module).values())
-    configs = {id(value): value for value in values if isinstance(value, PreTrainedConfig)}
-    return [
-        (one.to_json_string(use_diff=False), *(getattr(one, name, None) for name in _IMPLEMENTATIONS))
-        for one in configs.values()
-    ]
+def _read_recent(path: Path) -> tuple[str, float] | None:
+    """Return a profile, as JSON, and its age in seconds; None if it is missing, damaged or too old."""
+    with suppress(OSError, ValueError, ProfileError):
+        if 0 <= (age_s := time.time() - path.stat().st_mtime) < _MAX_AGE_S:
+            return Profile.from_json(json.dumps(read(path))).to_json(), age_s
+    return None
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -22,7 +22,7 @@ from hf_osdp.measurement.block_times import TimedModel, measure_block_times
 from hf_osdp.planner.block_forms import COUNTED_AS_EAGER
 from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.presets import preset
-from hf_osdp.preparation import cache, run_profile
+from hf_osdp.preparation import run_profile
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.preparation.plan_run import PlannedRun, plan_run
 from hf_osdp.preparation.run_profile import MEASURED_EARLIER, measured_hardware
@@ -70,7 +70,7 @@ CHANGES = {
     "damaged": lambda patch, folder: kept(folder).write_text('{"device": {}}'),
     "other digits": lambda patch, folder: kept(folder).write_text(kept(folder).read_text().replace("1", "2")),
     "no cache": lambda patch, folder: patch.setenv("OSDP_CACHE", "0"),
-    "code": lambda patch, folder: patch.setattr(cache, "_code_hash", lambda: "another"),
+    "code": lambda patch, folder: patch.setattr(run_profile, "code_hash", lambda *_: "another"),
     "device": lambda patch, folder: patch.setattr(run_profile, "device_name", lambda *_: "another"),
     "topology": lambda patch, folder: patch.setattr(run_profile, "find_topology", lambda *_: "another"),
 }
