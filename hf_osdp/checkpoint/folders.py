@@ -1,9 +1,10 @@
 """Folders of checkpoints: a new one is complete or invisible, and one run at a time writes into an output folder.
 
 osdp_checkpoint.json              manifest of a complete checkpoint; written last, and read first
-.partial/4f0c9a1e/checkpoint-30   staging folder, into which all ranks write; also a checkpoint that is being removed
+.partial/4f0c9a1e/checkpoint-30   staging folder, into which all ranks write
 checkpoint-30                     the same folder, moved when it is completely on the disk and its manifest is written
 .partial/checkpoint-30.replaced   the old folder of this name, until the new one is in its place
+.partial/checkpoint-30.removed    a checkpoint that is being removed
 .partial/lock                     locked by the run that writes checkpoint-N; NAME.lock by the run that writes NAME
 .partial/training.json            the training that runs in the folder, see resume.py
 """
@@ -29,7 +30,8 @@ from ..errors import CheckpointError
 from ..planner.files import validated
 from ..reading import read_json
 from ..versions import package_versions
-from .files import check_inside, is_state
+from .layouts import is_state
+from .safe import check_inside
 
 MANIFEST_NAME = "osdp_checkpoint.json"
 VERSION = 1
@@ -40,7 +42,7 @@ _MOST_RANKS, _MOST_SAMPLES = 2**20, 2**32
 """A manifest with more ranks, or more samples of a step, was not written by a training."""
 _log = logging.getLogger(__name__)
 PARTIAL = ".partial"
-_LOCK, _REPLACED = "lock", ".replaced"
+_LOCK, _REPLACED, _REMOVED = "lock", ".replaced", ".removed"
 _NUMBERED = re.compile(r"checkpoint[-_](\d+)")
 """Names of checkpoints by the Trainer and by Accelerate."""
 _LOCK_WAIT_S = 60.0
@@ -51,6 +53,8 @@ _locks: dict[Path, FileLock] = {}
 """Locks of this process, or of the process from which it was forked; not acquired if the file system has no locks."""
 trainings: dict[Path, str] = {}
 """Ids of the trainings that this process runs, by their folders."""
+_staged: set[Path] = set()
+"""Folders in which this process writes checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +123,29 @@ class Manifest:
         return manifest
 
 
+def damage(folder: Path, files: Iterable[tuple[str, FileRecord]]) -> str | None:
+    """Return what is wrong with files of a checkpoint; None if all files are as they were written."""
+    for name, record in files:
+        path = folder / name
+        try:
+            if not path.is_file():
+                return f"{name} is missing"
+            if (size := path.stat().st_size) != record.size:
+                return f"{name} has {size} of {record.size} bytes"
+            if FileRecord.of(path).crc32 != record.crc32:
+                return f"{name} has a different checksum than when it was written"
+        except OSError as error:  # a bad sector, or no permission
+            return f"{name} cannot be read ({error})"
+    return None
+
+
 def numbered_checkpoints(folder: Path) -> list[Path]:
     """Return folders named `checkpoint-N` or `checkpoint_N`, the newest first."""
+    if not folder.is_dir():
+        return []
     found = [
         (int(match[1]), path)
-        for path in folder.glob("*")
+        for path in folder.iterdir()
         if path.is_dir() and (match := _NUMBERED.fullmatch(path.name))
     ]
     return [path for _, path in sorted(found, reverse=True)]
@@ -151,7 +173,7 @@ def lock_checkpoints(parent: Path, name: str | None = None) -> None:
             _log.warning(
                 "Another run writes checkpoints into %s; waiting up to %g s for it to end.", parent, _LOCK_WAIT_S
             )
-            lock.acquire(timeout=_LOCK_WAIT_S)
+            _wait_for(lock, path)
     except Timeout:
         raise CheckpointError(f"Another run writes checkpoints into {parent}; give this run another folder.") from None
     except OSError as error:
@@ -164,9 +186,17 @@ def lock_checkpoints(parent: Path, name: str | None = None) -> None:
     _locks[path] = lock
     pattern = "checkpoint[-_]*" if name is None else glob.escape(name)
     restore_replaced(parent, pattern)
-    if lock.is_locked:  # else another run may be writing these
-        for left in path.parent.glob(f"????????/{pattern}"):  # of `_hidden`, not of a folder that was replaced
-            discard_staging(left)
+    staged = {inside.parent for inside in path.parent.glob(f"*/{pattern}")} - _staged
+    for left in (*staged, *path.parent.glob(pattern), *path.parent.glob(f"{pattern}{_REMOVED}")):
+        if lock.is_locked:  # else another run may be writing it
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _wait_for(lock: FileLock, path: Path) -> None:
+    while not lock.is_locked:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # the run that held it removes the empty folder when it ends
+            lock.acquire(timeout=_LOCK_WAIT_S)
 
 
 def unlock_checkpoints(parent: Path, name: str | None = None) -> None:
@@ -175,6 +205,9 @@ def unlock_checkpoints(parent: Path, name: str | None = None) -> None:
     lock = _locks.pop(path, None)
     trainings.pop(absolute(parent), None)
     if lock is not None and lock.is_locked:  # a forked process does not have it
+        with suppress(OSError):
+            path.unlink()
+            path.parent.rmdir()  # fails if other files are in it
         lock.release()
 
 
@@ -205,43 +238,40 @@ def prepare_staging(folder: Path) -> Path:
                 f"A checkpoint cannot replace {folder}, this program's working directory; give a folder inside it."
             )
     lock_checkpoints(folder.parent, lock_name(folder))
-    staging = _hidden(folder)
+    staging = folder.parent / PARTIAL / uuid.uuid4().hex[:8] / folder.name
     try:
         staging.mkdir(parents=True)
     except OSError as error:
         raise _unwritable(folder, error) from None
+    _staged.add(staging.parent)
     return staging
 
 
-def _hidden(folder: Path) -> Path:
-    """Return a new path for a folder that is not complete any more, or not yet."""
-    return folder.parent / PARTIAL / uuid.uuid4().hex[:8] / folder.name
-
-
 def discard_staging(staging: Path) -> None:
+    _staged.discard(staging.parent)
     shutil.rmtree(staging.parent, ignore_errors=True)
 
 
 def complete(folder: Path, staging: Path, manifest: Manifest, parts: Iterable[Mapping[str, FileRecord]]) -> None:
-    """Write the manifest of a staging folder that has all files, and publish the checkpoint."""
+    """Write the manifest of a staging folder that has all files, and publish the checkpoint.
+
+    Raise CheckpointError if that fails.
+    """
     files = {name: record for part in parts for name, record in part.items()}
-    for path in staging.rglob("*"):
-        name = str(path.relative_to(staging).as_posix())
-        if path.is_file() and name not in files:
+    try:
+        for path in staging.rglob("*"):
+            name = str(path.relative_to(staging).as_posix())
+            if path.is_file() and name not in files:
+                flush(path)
+                files[name] = FileRecord.of(path)
+        (staging / MANIFEST_NAME).write_text(
+            replace(manifest, files=files, versions=package_versions()).to_json(), encoding="utf-8"
+        )
+        for path in (staging / MANIFEST_NAME, *(path for path in staging.rglob("*") if path.is_dir()), staging):
             flush(path)
-            files[name] = FileRecord.of(path)
-    (staging / MANIFEST_NAME).write_text(
-        replace(manifest, files=files, versions=package_versions()).to_json(), encoding="utf-8"
-    )
-    for path in (staging / MANIFEST_NAME, *(path for path in staging.rglob("*") if path.is_dir()), staging):
-        flush(path)
-    replaced = folder.parent / PARTIAL / f"{folder.name}{_REPLACED}"
-    if folder.exists():
-        folder.rename(replaced)
-    staging.rename(folder)
-    flush(folder.parent)
-    _finish_replacement(replaced, folder)
-    discard_staging(staging)
+        _publish(staging, folder)
+    except OSError as error:
+        raise _unwritable(folder, error) from None
 
 
 def _unwritable(folder: Path, error: OSError) -> CheckpointError:
@@ -257,10 +287,33 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def _finish_replacement(replaced: Path, folder: Path) -> None:
-    """Remove the old folder, but move what is no state into the new one: logs and models that a user keeps there."""
-    for path in replaced.glob("*"):
-        if path.name != MANIFEST_NAME and not is_state(path) and not (folder / path.name).exists():
+def _publish(staging: Path, folder: Path) -> None:
+    """Rename the staging folder to the checkpoint's name, and keep a user's files of the old folder of that name."""
+    replaced = folder.parent / PARTIAL / f"{folder.name}{_REPLACED}"
+    if folder.exists():
+        folder.rename(replaced)
+    staging.rename(folder)
+    flush(folder.parent)
+    _keep_user_files(replaced, folder)
+    _staged.discard(staging.parent)
+    with suppress(OSError):
+        staging.parent.rmdir()
+
+
+def _keep_user_files(replaced: Path, folder: Path) -> None:
+    """Move files that are not part of the old checkpoint into the new folder: logs and models that a user keeps
+    there.
+    """
+    if not replaced.exists():
+        return
+    try:
+        old = Manifest.load(replaced)
+    except CheckpointError:
+        old = None
+    listed = {MANIFEST_NAME, *(name.partition("/")[0] for name in (old.files if old else ()))}
+    for path in replaced.iterdir():
+        own = path.name in listed or (old is None and is_state(path))
+        if not own and not (folder / path.name).exists():
             path.rename(folder / path.name)
     shutil.rmtree(replaced, ignore_errors=True)
 
@@ -270,7 +323,7 @@ def restore_replaced(parent: Path, pattern: str = "*") -> None:
     for replaced in (parent / PARTIAL).glob(f"{pattern}{_REPLACED}"):
         folder = parent / replaced.name.removesuffix(_REPLACED)
         if folder.exists():
-            _finish_replacement(replaced, folder)
+            _keep_user_files(replaced, folder)
         else:
             replaced.rename(folder)
 
@@ -280,10 +333,16 @@ def remove_checkpoint(folder: Path) -> None:
 
     Log a warning if it cannot be removed.
     """
-    hidden = _hidden(folder)
+    hidden = folder.parent / PARTIAL / f"{folder.name}{_REMOVED}"
     try:
-        hidden.parent.mkdir(parents=True)
+        if folder.is_symlink():
+            folder.unlink()
+            return
+        hidden.parent.mkdir(exist_ok=True)
+        shutil.rmtree(hidden, ignore_errors=True)
         folder.rename(hidden)
-        shutil.rmtree(hidden.parent)
+        shutil.rmtree(hidden)
     except OSError as error:
         _log.warning("The old checkpoint %s cannot be removed (%s); remove it by hand.", folder, error)
+    with suppress(OSError):
+        hidden.parent.rmdir()

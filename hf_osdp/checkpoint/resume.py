@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from glob import escape
 from pathlib import Path
 
 from ..distributed.consensus import on_rank_zero
@@ -26,18 +27,20 @@ from ..planner.files import validated, write_whole
 from ..planner.plan import Plan
 from ..planner.training_job import EXACT
 from ..reading import read_json
-from .files import find_model, find_optimizer
 from .folders import (
     MANIFEST_NAME,
     PARTIAL,
     FileRecord,
     Manifest,
     absolute,
+    damage,
     lock_checkpoints,
     numbered_checkpoints,
     restore_replaced,
     trainings,
 )
+from .layouts import SPLIT_WEIGHTS, WEIGHTS_INDEX, files_of_index, find_model, find_optimizer
+from .safe import special_file
 
 _log = logging.getLogger(__name__)
 _TRAINING_FILE = "training.json"
@@ -70,12 +73,17 @@ def checkpoint_to_resume(
         CheckpointError: the given checkpoint is damaged, or another run trains in the folder; on every rank.
     """
     folder, choice = Path(folder), resume_from_checkpoint
-    launched, restarted = _launches(), _launches(restarted=True) if after_restart else set()
+    launched, restarted = _of_all_ranks(launches()), restarted_launches() if after_restart else set()
+    named = choice is not None and not isinstance(choice, bool)
+    if named and on_rank_zero(lambda: not folder.exists()):  # a new folder is not made for a wrong path
+        check_checkpoint(Path(str(choice)))
     on_rank_zero(lambda: lock_checkpoints(folder))
     goes_on = not isinstance(choice, bool) and on_rank_zero(lambda: _is_continued(folder, restarted))
-    found = _last(folder, marker, own=goes_on, states=goes_on) if goes_on or choice is True else None
-    if found is None and choice is not None and not isinstance(choice, bool):
-        found = Path(choice)
+    found = _last(folder, marker, own=goes_on) if goes_on or choice is True else None
+    if goes_on and found is not None and not _has_optimizer(found):
+        found = None
+    if found is None and named:
+        found = Path(str(choice))
         check_checkpoint(found)
     on_rank_zero(lambda: _record(folder, launched, found if choice is True else None, goes_on=goes_on))
     return found
@@ -89,16 +97,17 @@ def last_checkpoint(folder: str | Path, *, marker: str | None = None) -> Path | 
     has one. A restart skips checkpoints of other trainings if the folder records the training that this launch began.
     `marker` is the name of a file that every usable checkpoint has.
     """
-    folder, restarted = Path(folder), _launches(restarted=True)
-    return _last(folder, marker, own=on_rank_zero(lambda: _is_own(folder, restarted)))
+    folder, restarted = Path(folder), restarted_launches()
+    own = bool(restarted) and on_rank_zero(lambda: _is_own(recorded_training(folder), restarted))
+    return _last(folder, marker, own=own)
 
 
-def _last(folder: Path, marker: str | None, *, own: bool, states: bool = False) -> Path | None:
+def _last(folder: Path, marker: str | None, *, own: bool) -> Path | None:
     def candidates() -> list[tuple[Path, str | None]]:
         restore_replaced(folder)
         found = own_checkpoints(folder, unknown=True) if own else numbered_checkpoints(folder)
         known = own or any((path / MANIFEST_NAME).is_file() for path in found)
-        return [(path, _missing_part(path, marker, known=known, states=states)) for path in found]
+        return [(path, _missing_part(path, marker, known=known)) for path in found]
 
     for path, missing in on_rank_zero(candidates):
         problem = missing or _damage(path)
@@ -118,7 +127,7 @@ def check_checkpoint(folder: str | Path) -> None:
 
     def look() -> None:
         if not folder.exists():  # an earlier run may have been interrupted while it replaced the checkpoint
-            restore_replaced(folder.parent)
+            restore_replaced(folder.parent, escape(folder.name))
         if not folder.is_dir():
             raise CheckpointError(f"Can't find a valid checkpoint at {folder}; give the path of a checkpoint.")
 
@@ -158,17 +167,16 @@ def warn_of_changes(folder: Path, settings: Mapping[str, str], plan: Plan | None
         )  # fmt: skip
 
 
-def _missing_part(path: Path, marker: str | None, *, known: bool, states: bool) -> str | None:
-    """Return what a checkpoint lacks, or None: `marker`, weights and, with `states`, those of the optimizer, which it
-    lacks with `save_only_model`. A missing manifest counts only if others in the folder have one (`known`).
+def _missing_part(path: Path, marker: str | None, *, known: bool) -> str | None:
+    """Return what a checkpoint lacks, or None.
+
+    A missing manifest counts only if others in the folder have one (`known`).
     """
     if marker is not None and not (path / marker).is_file():
         return f"{marker} is missing"
+    if (path / MANIFEST_NAME).is_file():
+        return None
     try:
-        if states:
-            find_optimizer(path)
-        if (path / MANIFEST_NAME).is_file():
-            return None
         find_model(path)
     except CheckpointError as error:
         return str(error).rstrip(".")
@@ -179,43 +187,57 @@ def _missing_part(path: Path, marker: str | None, *, known: bool, states: bool) 
     )
 
 
+def _has_optimizer(folder: Path) -> bool:
+    """Return whether a checkpoint has the optimizer states that a restart needs; with `save_only_model` it has none.
+
+    Collective.
+    """
+    try:
+        on_rank_zero(lambda: find_optimizer(folder))
+    except CheckpointError as error:
+        if rank() == 0:
+            _log.warning("%s; training starts from the beginning.", str(error).rstrip("."))
+        return False
+    return True
+
+
 def _damage(folder: Path) -> str | None:
     """Return what is wrong with a checkpoint, or None; each rank checks a share of the files. Collective."""
 
     def listed() -> list[tuple[str, FileRecord]] | str:
         for path in folder.rglob("*"):
-            if path.exists() and not path.is_file() and not path.is_dir():  # reading it may block forever
-                return f"{path.relative_to(folder)} is a pipe, a socket or a device"
+            if problem := special_file(path):
+                return f"{path.relative_to(folder)} {problem}"
         try:
-            manifest = Manifest.load(folder)
+            files = manifest.files if (manifest := Manifest.load(folder)) else {}
+            replaced = _split_anew(folder, files)
         except CheckpointError as error:
             return str(error).rstrip(".")
-        return sorted(manifest.files.items()) if manifest else []
+        return sorted(item for item in files.items() if item[0] not in replaced)
 
     files = on_rank_zero(listed)
     if isinstance(files, str):
         return files
-    share = files[rank() :: world_size()]
-    found = next((f"{name} {problem}" for name, one in share if (problem := _problem(folder / name, one))), None)
-    return next(filter(None, all_gather_objects(found)), None)
+    return next(filter(None, all_gather_objects(damage(folder, files[rank() :: world_size()]))), None)
 
 
-def _problem(path: Path, record: FileRecord) -> str | None:
-    """Return what is wrong with a file; None if it is as it was written."""
-    try:
-        if not path.is_file():
-            return "is missing"
-        found = FileRecord.of(path)
-    except OSError as error:  # a bad sector, or no permission
-        return f"cannot be read ({error})"
-    if found.size != record.size:
-        return f"has {found.size} of {record.size} bytes"
-    return None if found == record else "has a different checksum than when it was written"
+def _split_anew(folder: Path, files: Mapping[str, FileRecord]) -> set[str]:
+    """Return which recorded files of weights a user has replaced by others, which an index of his own lists."""
+    index = folder / WEIGHTS_INDEX
+    if not files or not index.is_file() or FileRecord.of(index) == files.get(WEIGHTS_INDEX):
+        return set()
+    if missing := [name for name in files_of_index(index) if not (folder / name).is_file()]:
+        raise CheckpointError(f"{missing[0]}, which {WEIGHTS_INDEX} lists, is missing")
+    return {name for name in files if SPLIT_WEIGHTS.fullmatch(name)}
 
 
-def _launches(*, restarted: bool = False) -> set[str]:
-    """Return `launches` of all ranks: torchrun counts restarts on each machine separately. Collective."""
-    return set().union(*all_gather_objects(launches(restarted=restarted)))
+def restarted_launches() -> set[str]:
+    """Return the launches that torchrun or SLURM has started again; none if this is a first start. Collective."""
+    return _of_all_ranks(launches(restarted=True))  # torchrun counts restarts on each machine separately
+
+
+def _of_all_ranks(mine: set[str]) -> set[str]:
+    return set().union(*all_gather_objects(mine))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,14 +278,14 @@ def own_training(folder: Path, *, makes: bool) -> str | None:
             f"Another run has begun to train in {folder} after this one, without a lock; give each run its own folder."
         )
     if makes and record is None:
-        _write_record(folder, own or uuid.uuid4().hex, launches())
+        _write_record(folder, Training(training=own or uuid.uuid4().hex, launches=tuple(sorted(launches()))))
     elif own is None and record is not None:
         trainings[absolute(folder)] = record.training
     return trainings.get(absolute(folder))
 
 
-def _write_record(folder: Path, training: str, launched: set[str]) -> None:
-    path, record = folder / PARTIAL / _TRAINING_FILE, Training(training=training, launches=tuple(sorted(launched)))
+def _write_record(folder: Path, record: Training) -> None:
+    path = folder / PARTIAL / _TRAINING_FILE
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(asdict(record)))
@@ -273,18 +295,18 @@ def _write_record(folder: Path, training: str, launched: set[str]) -> None:
                 f"{path} cannot be written ({error.strerror}), so this run's checkpoints would count as an earlier"
                 " training's; make it writable, or give another folder."
             ) from None
-    trainings[absolute(folder)] = training
+    trainings[absolute(folder)] = record.training
 
 
-def _is_own(folder: Path, restarted: set[str]) -> bool:
-    """Return whether a restart continues the training that a folder records."""
-    record = recorded_training(folder) if restarted else None
+def _is_own(record: Training | None, restarted: set[str]) -> bool:
     return record is not None and not restarted.isdisjoint(record.launches)
 
 
 def _is_continued(folder: Path, restarted: set[str]) -> bool:
-    """Return `_is_own`; log that a restart begins anew if the folder has others' checkpoints."""
-    own = _is_own(folder, restarted)
+    """Return whether a restart continues the recorded training; log that it begins anew if the folder has others'
+    checkpoints.
+    """
+    own = bool(restarted) and _is_own(recorded_training(folder), restarted)
     if restarted and not own and numbered_checkpoints(folder):
         _log.warning(
             "Nothing in %s was written by the launch that is started again here, so training begins anew; to continue"
@@ -298,13 +320,16 @@ def _record(folder: Path, launched: set[str], resumed: Path | None, *, goes_on: 
     """Record the training that runs in a folder: the one that goes on, that of a checkpoint that is resumed, or a new
     one.
     """
-    before, manifest = None, None if resumed is None else Manifest.load(resumed)
+    before, training = None, None
     with suppress(CheckpointError):  # damaged: it is replaced
         before = recorded_training(folder)
-    training = manifest.training if manifest else before.training if before and goes_on else None
+        training = before.training if before and goes_on else None
+    if resumed is not None and (manifest := Manifest.load(resumed)) is not None:
+        training = manifest.training
+    training = training or uuid.uuid4().hex
     if before is not None and before.training == training:
         launched = launched.union(before.launches)
-    _write_record(folder, training or uuid.uuid4().hex, launched)
+    _write_record(folder, Training(training=training, launches=tuple(sorted(launched))))
 
 
 def own_checkpoints(folder: Path, *, unknown: bool = False) -> list[Path]:
@@ -328,12 +353,14 @@ def recorded_manifest(folder: str | Path) -> Manifest | None:
 
     Collective.
     """
-    folder, restarted = Path(folder), _launches(restarted=True)
+    restarted = restarted_launches()
 
     def newest() -> Manifest | None:
-        for path in own_checkpoints(folder) if _is_own(folder, restarted) else ():
+        own = restarted and _is_own(recorded_training(Path(folder)), restarted)
+        for path in own_checkpoints(Path(folder)) if own else ():
             with suppress(CheckpointError):
-                return Manifest.load(path)
+                if (manifest := Manifest.load(path)) is not None:
+                    return manifest
         return None
 
     return on_rank_zero(newest)

@@ -16,9 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.checkpoint.stateful import Stateful
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
@@ -44,22 +47,9 @@ from ..sharding.state import (
     optimizer_state,
     set_optimizer_state,
 )
-from .files import (
-    SafePlanner,
-    SafeReader,
-    find_model,
-    find_optimizer,
-    is_positional,
-    is_sharded,
-    load_file,
-    model_path,
-    named_state,
-    optimizer_path,
-    read_optimizer,
-    read_weights,
-    save_file,
-)
+from . import layouts
 from .resume import check_checkpoint, warn_of_changes
+from .safe import SafePlanner, SafeReader, load_file, save_file
 from .writer import CheckpointWriter, Staging, on_every_rank, on_first_rank
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
@@ -100,9 +90,9 @@ def save_model(
         name: value.detach() if torch.is_tensor(value) else value for name, value in weights.items() if name in names
     }
     if sharded:
-        write_shards(model_path(folder, index, sharded=True), {_MODEL: state}, files)
+        write_shards(layouts.model_path(folder, index, sharded=True), {_MODEL: state}, files)
     else:
-        on_first_rank(lambda: save_file(state, model_path(folder, index, sharded=False)))
+        on_first_rank(lambda: save_file(state, layouts.model_path(folder, index, sharded=False)))
 
 
 def save_optimizer(
@@ -121,11 +111,11 @@ def save_optimizer(
     free_gathered(model)  # the optimizer has the shards
     if sharded:
         write_shards(
-            optimizer_path(folder, index, sharded=True), {_OPTIMIZER: optimizer_state(model, optimizer)}, files
+            layouts.optimizer_path(folder, index, sharded=True), {_OPTIMIZER: optimizer_state(model, optimizer)}, files
         )
         return
     whole = full_optimizer_state_dict(model, optimizer)
-    on_first_rank(lambda: save_file(whole, optimizer_path(folder, index, sharded=False)))
+    on_first_rank(lambda: save_file(whole, layouts.optimizer_path(folder, index, sharded=False)))
 
 
 def write_shards(path: Path, state: dict[str, Any], files: FileSystem | None) -> None:
@@ -133,15 +123,18 @@ def write_shards(path: Path, state: dict[str, Any], files: FileSystem | None) ->
 
     Collective; all raise CheckpointError if one fails.
     """
-    writer = dcp.FileSystemWriter(path, sync_files=False)  # `CheckpointWriter` flushes all files of the checkpoint
+    writer = FileSystemWriter(path, sync_files=False)  # `CheckpointWriter` flushes all files of the checkpoint
     writer.fs = files or writer.fs
 
-    with _errors_in_one_line(f"{path} cannot be written", "the previous checkpoint is the last"):
-        dcp.save(state, storage_writer=writer, process_group=gloo_group())
+    def error(cause: str) -> CheckpointError:
+        return CheckpointError(f"{path} cannot be written ({cause}); the previous checkpoint is the last.")
+
+    with _errors_in_one_line(error):
+        save_shards(state, storage_writer=writer, process_group=gloo_group())
 
 
 @contextmanager
-def _errors_in_one_line(what: str, remedy: str) -> Iterator[None]:
+def _errors_in_one_line(make: Callable[[str], CheckpointError]) -> Iterator[None]:
     """Make one line of errors of torch.distributed.checkpoint, which raises on every rank if any rank fails; hide its
     warning of a single process.
     """
@@ -149,10 +142,10 @@ def _errors_in_one_line(what: str, remedy: str) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
-    except dcp.CheckpointException as failed:
+    except CheckpointException as failed:
         first = min(failed.failures)
         cause, _ = failed.failures[first]
-        raise CheckpointError(f"{what} (rank {first}: {type(cause).__name__}: {one_line(cause)}); {remedy}.") from None
+        raise make(f"rank {first}: {type(cause).__name__}: {one_line(cause)}") from None
 
 
 def check_finite(model: nn.Module, folder: str | Path) -> None:
@@ -181,9 +174,9 @@ def load_model(folder: Path, model: nn.Module, *, index: int = 0, trainable_only
     Collective; all ranks raise CheckpointError if they are missing, damaged or of another model.
     """
     free_gathered(model)
-    path = on_rank_zero(lambda: find_model(folder, index))
+    path = on_rank_zero(lambda: layouts.find_model(folder, index))
     targets = named_weights(model)
-    if is_sharded(path):
+    if layouts.is_sharded(path):
         content = _index_of(path)
         keys = {flat: key for flat, key in content.planner_data.items() if key[0] == _MODEL and len(key) > 1}
         kinds = content.state_dict_metadata
@@ -201,7 +194,7 @@ def load_model(folder: Path, model: nn.Module, *, index: int = 0, trainable_only
         return
 
     def read() -> dict[str, torch.Tensor]:
-        weights = read_weights(path)
+        weights = layouts.read_weights(path)
         if not trainable_only and weights.keys() - targets.keys():
             weights = _under_own_names(weights, model, path)
         names = _saved_names(weights, targets, path, strict=not trainable_only)
@@ -220,16 +213,16 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
 
     Collective; all ranks raise CheckpointError if it is missing or does not fit.
     """
-    path = on_rank_zero(lambda: find_optimizer(folder, index))
+    path = on_rank_zero(lambda: layouts.find_optimizer(folder, index))
     try:
-        if is_sharded(path):
+        if layouts.is_sharded(path):
             _load_sharded_optimizer(path, model, optimizer)
             return
         groups = [group["params"] for group in optimizer_state(model, optimizer)["param_groups"]]
 
         def read() -> dict[str, Any]:
-            state = read_optimizer(path)
-            return named_state(state, groups) if is_positional(state) else state
+            state = layouts.read_optimizer(path)
+            return layouts.named_state(state, groups) if layouts.is_positional(state) else state
 
         load_full_optimizer_state_dict(model, optimizer, _read_on_rank_zero(read))
     except (RuntimeError, ValueError, KeyError) as error:
@@ -252,7 +245,7 @@ def _load_sharded_optimizer(path: Path, model: nn.Module, optimizer: torch.optim
         if keys[:2] == (_OPTIMIZER, "state") and len(keys) > 3:
             stored = index.state_dict_metadata[flat]
             shapes = saved.setdefault(str(keys[2]), {})
-            if isinstance(stored, dcp.TensorStorageMetadata) and stored.size:
+            if isinstance(stored, TensorStorageMetadata) and stored.size:
                 shapes[str(keys[3])] = stored.size
     check_states(saved, group_keys, mine, optimizer)
     groups = [{key: value for key, value in group.items() if key in group_keys} for group in mine["param_groups"]]
@@ -262,13 +255,16 @@ def _load_sharded_optimizer(path: Path, model: nn.Module, optimizer: torch.optim
     set_optimizer_state(model, optimizer, {**found, "param_groups": whole})
 
 
-def _index_of(path: Path) -> dcp.Metadata:
+def _index_of(path: Path) -> Metadata:
     return on_rank_zero(lambda: SafeReader(path).read_metadata())
 
 
 def _read_shards(path: Path, state: dict[str, Any]) -> None:
-    with _errors_in_one_line(f"{path} cannot be read", "use another checkpoint"):
-        dcp.load(state, storage_reader=SafeReader(path), planner=SafePlanner(), process_group=gloo_group())
+    def error(cause: str) -> CheckpointError:
+        return CheckpointError(f"{path} cannot be read ({cause}); use another checkpoint.")
+
+    with _errors_in_one_line(error):
+        load_shards(state, storage_reader=SafeReader(path), planner=SafePlanner(), process_group=gloo_group())
 
 
 def _read_on_rank_zero(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -361,7 +357,7 @@ def save_plain(path: Path, state: object, owner: str) -> None:
     """
     save_file(state, path)
     try:
-        load_file(path)
+        load_file(path, numpy=True)
     except CheckpointError:
         raise CheckpointError(
             f"The state of {owner} holds more than tensors and plain values, and could not be read again; let it hold"
@@ -371,7 +367,11 @@ def save_plain(path: Path, state: object, owner: str) -> None:
 
 def load_plain(path: Path, owner: Stateful) -> None:
     """Load a state that `save_plain` or the stock classes wrote; raise CheckpointError if it is not its owner's."""
-    state = load_file(path)
+    load_into(owner, load_file(path, numpy=True), path)
+
+
+def load_into(owner: Stateful, state: Any, path: Path) -> None:  # noqa: ANN401  # whatever the file contains
+    """Load a state that was read from a file; raise CheckpointError if it is of another kind."""
     try:
         owner.load_state_dict(state)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -393,16 +393,25 @@ def load_loop(
     folder = Path(folder)
     check_checkpoint(folder)
 
+    def read_rest() -> dict[str, Any]:
+        if missing := [name for name in others if not (folder / name).is_file()]:
+            raise CheckpointError(f"Checkpoint {folder} lacks {missing[0]}, which this run needs; take another.")
+        return {
+            name: load_file(folder / name, numpy=True)
+            for name in (*others, PROGRESS_NAME)
+            if (folder / name).is_file()
+        }
+
+    rest = on_rank_zero(read_rest)
     run = writer or CheckpointWriter()
     run.settings = {**optimizer_texts(optimizer), **run.settings}  # as given: loading replaces them
     warn_of_changes(folder, {**run.settings, "optimizer": kind_of(optimizer).name}, run.plan)
     load_model(folder, model)
     load_optimizer(folder, model, optimizer)
     for name, owner in others.items():
-        load_plain(folder / name, owner)
+        load_into(owner, rest[name], folder / name)
     load_random_states(folder, rank())
-    progress = folder / PROGRESS_NAME
-    return dict(load_file(progress)) if progress.is_file() else {}
+    return dict(rest.get(PROGRESS_NAME, {}))
 
 
 def save_random_states(folder: Path, rank: int) -> None:
@@ -420,17 +429,24 @@ def load_random_states(folder: Path, rank: int) -> None:
     """Restore this process's random states; a rank that was not saved gets a new state, derived from rank 0's and
     its own number.
     """
-    own = (f"random_states_{rank}.pkl", f"rng_state_{rank}.pth")
-    of_rank_0 = ("random_states_0.pkl", "rng_state_0.pth", "rng_state.pth")
-    path = next((folder / name for name in (*own, *of_rank_0) if (folder / name).is_file()), None)
-    if path is None:
-        return
-    read = load_file(path)
+    names = {
+        rank: (f"random_states_{rank}.pkl", f"rng_state_{rank}.pth"),
+        0: ("random_states_0.pkl", "rng_state_0.pth", "rng_state.pth"),
+    }
+    for number in (rank, 0):
+        for path in (folder / name for name in names[number]):
+            if path.is_file():
+                _set_random_states(path, of_other_rank=None if number == rank else rank)
+                return
+
+
+def _set_random_states(path: Path, *, of_other_rank: int | None) -> None:
+    read = load_file(path, numpy=True)
     try:
         states = {_TRAINERS_NAMES.get(name, name): state for name, state in read.items()}
         cpu, cuda = states["torch_manual_seed"], states.get("torch_cuda_manual_seed")
-        if rank and path.name not in own:
-            seed = zlib.crc32(cpu.numpy().tobytes() + rank.to_bytes(8, "little"))
+        if of_other_rank is not None:
+            seed = zlib.crc32(cpu.numpy().tobytes() + of_other_rank.to_bytes(8, "little"))
             random.seed(seed)
             np.random.seed(seed)
             torch.manual_seed(seed)  # CUDA's generators too
@@ -440,9 +456,9 @@ def load_random_states(folder: Path, rank: int) -> None:
         np.random.set_state(states["numpy_random_seed"])
         torch.set_rng_state(cpu)
         if cuda is not None and torch.cuda.is_available():
-            for device, one in zip(
+            for device, own in zip(
                 range(torch.cuda.device_count()), [cuda] if torch.is_tensor(cuda) else cuda, strict=False
             ):
-                torch.cuda.set_rng_state(one, device)
+                torch.cuda.set_rng_state(own, device)
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
         raise CheckpointError(f"{path} holds no random states ({error}); use another checkpoint.") from None

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import socket
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from safetensors import SafetensorError
-from torch.distributed import ProcessGroup
+from torch.distributed import Store
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank, world_size
-from ..distributed.process_group import all_gather_objects, background_group, poll, require_all
+from ..distributed.process_group import all_gather_objects, own_timeout, poll, ranks_text, require_all, store_of
 from ..distributed.stop import waits_in_background
 from ..errors import CheckpointError, one_line
 from ..planner.plan import Plan
-from .files import full_disk, is_full_disk
 from .folders import (
     FileRecord,
     Manifest,
@@ -35,6 +36,7 @@ from .folders import (
     unlock_checkpoints,
 )
 from .resume import own_training
+from .safe import full_disk, is_full_disk
 
 _SHARD = re.compile(r"__\d+_\d+\.distcp")
 """Names of a rank's files in torch.distributed.checkpoint."""
@@ -87,7 +89,10 @@ class CheckpointWriter:
         self.plan = plan
         self.settings = dict(settings or {})
         self.in_background = in_background
-        self._pending: Future[None] | None = None
+        self._thread: threading.Thread | None = None
+        self._error: str | None = None
+        self._is_alone = False
+        """A rank has not told that it has written: it would not hear of the error either."""
 
     @contextmanager
     def new(self, folder: str | Path, **settings: str) -> Iterator[Staging]:
@@ -101,12 +106,12 @@ class CheckpointWriter:
         given = Path(folder)
         require_all(f"Saving {given}")
         self.wait()
-        folder, staged, training = on_rank_zero(lambda: _prepare(given))
+        folder, staged = on_rank_zero(lambda: _prepare(given))
         if rank() == 0:  # let other runs write there once this writer is deleted
             weakref.finalize(self, unlock_checkpoints, folder.parent, lock_name(folder))
         on_every_rank(lambda: _wait_for_folder(staged))
         staging = Staging(staged, HeldFileSystem() if self.in_background else FileSystem())
-        with _discarded_after_errors(staged):
+        try:
             problem = None
             try:
                 yield staging
@@ -115,78 +120,102 @@ class CheckpointWriter:
                     raise  # other ranks may be in a collective
                 problem = _message(error if isinstance(error, OSError) else full_disk(folder))
             _checked(all_gather_objects(problem))  # rank 0 then computes checksums of files that other ranks wrote
+        except BaseException:
+            if rank() == 0:
+                discard_staging(staged)
+            raise
         plan, texts = self.plan, {**self.settings, **settings}
         manifest = Manifest(
             files={},
             world_size=world_size(),
             plan=None if plan is None else plan.fingerprint,
             global_batch_size=None if plan is None else plan.global_batch_size,
-            training=training,
             settings=texts if plan is None else {**texts, "communication": plan.communication},
         )
-        if self.in_background:
-            thread = ThreadPoolExecutor(1, "checkpoint")
-            self._pending = thread.submit(self._finish, staging, folder, manifest, background_group())
-            waits_in_background[self.wait] = None
-        else:
-            self._finish(staging, folder, manifest, None)
+        self._thread = threading.Thread(
+            target=self._write, args=(staging, folder, manifest, store_of(f"parts/{staged}")), name="checkpoint"
+        )
+        self._thread.start()
+        waits_in_background[self.wait] = None
+        if not self.in_background:
+            self.wait()
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete.
 
         Collective; all ranks raise CheckpointError if it could not be written.
         """
+        if self._thread is None:  # the same on every rank
+            return
+        self._thread.join()
         waits_in_background.pop(self.wait, None)
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        self._thread = None
+        _checked([self._error] if self._is_alone else all_gather_objects(self._error))
 
-    def _finish(self, staging: Staging, folder: Path, manifest: Manifest, group: ProcessGroup | None) -> None:
-        """Write the shards that are held in memory, then complete the checkpoint on rank 0. Collective."""
-        held = getattr(staging.file_system, "held", {})
+    def _write(self, staging: Staging, folder: Path, manifest: Manifest, store: Store | None) -> None:
+        """Write the shards that are held in memory, then complete the checkpoint on rank 0 when every rank has
+        told over the store that it has written. Run in a thread.
+        """
+        held, number = getattr(staging.file_system, "held", {}), rank()
 
         def own_part() -> dict[str, FileRecord]:
             while held:
                 path, content = held.popitem()
                 path.write_bytes(content.getbuffer())
-            own = [path for path in staging.path.rglob(f"__{rank()}_*.distcp") if _SHARD.fullmatch(path.name)]
+            own = [path for path in staging.path.rglob(f"__{number}_*.distcp") if _SHARD.fullmatch(path.name)]
             for path in own:
                 flush(path)
             return {str(path.relative_to(staging.path).as_posix()): FileRecord.of(path) for path in own}
 
-        with _discarded_after_errors(staging.path):
-            parts = on_every_rank(own_part, group)
-            on_first_rank(lambda: complete(folder, staging.path, manifest, parts), group)
+        def finish() -> None:
+            parts = _checked([part] if store is None else self._parts_of_all(store, part))
+            training = own_training(folder.parent, makes=False)
+            complete(folder, staging.path, replace(manifest, training=training), parts)
+
+        part = _result_or_error(own_part)
+        held.clear()
+        if number:
+            assert store is not None
+            store.set(str(number), pickle.dumps(part))  # type: ignore[arg-type]  # rank 0 tells errors
+            return
+        self._error = _result_or_error(finish)  # None if it is complete
+        if self._error is not None:
+            discard_staging(staging.path)
+
+    def _parts_of_all(self, store: Store, own: object) -> list[Any]:
+        """Return what each rank wrote, or its error, once they have told it; they have the process group's timeout
+        for it from the time when rank 0 has written.
+        """
+        others, seconds = list(map(str, range(1, world_size()))), own_timeout().total_seconds()
+        poll(lambda: store.check(others), seconds)
+        missing = [int(other) for other in others if not store.check([other])]
+        self._is_alone = bool(missing)
+        if missing:
+            raise TimeoutError(
+                f"waited {seconds:g} s for {ranks_text(missing)} to write; look at its machine and disk"
+            )
+        return [own, *(pickle.loads(store.get(other)) for other in others)]  # from this run's ranks, not a file
 
 
-@contextmanager
-def _discarded_after_errors(staged: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        if rank() == 0:
-            discard_staging(staged)
-        raise
-
-
-def _prepare(given: Path) -> tuple[Path, Path, str | None]:
-    """Return the checkpoint's folder, where to write it until it is complete, and the training's id."""
+def _prepare(given: Path) -> tuple[Path, Path]:
+    """Return the checkpoint's folder, and where to write it until it is complete."""
     folder = absolute(given)
     staged = prepare_staging(folder)
-    return folder, staged, own_training(folder.parent, makes=lock_name(folder) is None)
+    own_training(folder.parent, makes=lock_name(folder) is None)
+    return folder, staged
 
 
-def on_every_rank(act: Callable[[], T], group: ProcessGroup | None = None) -> list[T]:
+def on_every_rank(act: Callable[[], T]) -> list[T]:
     """Run `act` on each rank and return the results of all.
 
-    Collective, over a group of all ranks; every rank raises CheckpointError if one fails.
+    Collective; every rank raises CheckpointError if one fails.
     """
-    return _checked(all_gather_objects(_result_or_error(act), group))
+    return _checked(all_gather_objects(_result_or_error(act)))
 
 
-def on_first_rank(act: Callable[[], object], group: ProcessGroup | None = None) -> None:
+def on_first_rank(act: Callable[[], object]) -> None:
     """Run `act`, which writes a file, on rank 0. Collective; every rank raises CheckpointError if it fails."""
-    on_every_rank(lambda: act() and None if rank() == 0 else None, group)
+    on_every_rank(lambda: act() and None if rank() == 0 else None)
 
 
 def _wait_for_folder(staged: Path) -> None:

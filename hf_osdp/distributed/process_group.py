@@ -191,11 +191,6 @@ def step_group() -> dist.ProcessGroup | None:
     return gloo_group("steps")
 
 
-def background_group() -> dist.ProcessGroup | None:
-    """Return a group as `gloo_group`, for what threads of the ranks tell each other while training continues."""
-    return gloo_group("background")
-
-
 def own_timeout() -> timedelta:
     """Return the default group's timeout, for which there is no public call; torch's default if it does not say
     (torch 2.11 to 2.13).

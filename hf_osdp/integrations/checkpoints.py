@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from torch.optim.lr_scheduler import (
 )
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..checkpoint.files import find_model, is_of_one_process
 from ..checkpoint.folders import Manifest, numbered_checkpoints, remove_checkpoint
+from ..checkpoint.layouts import find_model, is_of_one_process
 from ..checkpoint.resume import check_checkpoint, last_checkpoint, warn_of_changes
 from ..checkpoint.states import (
+    Stateful,
     load_model,
     load_optimizer,
     load_plain,
@@ -66,13 +68,14 @@ class AcceleratorCheckpoints(Accelerator):
             if self.is_fsdp2:
                 self._save_sharded(staging)
                 hidden |= {"_models": [], "_optimizers": [], "_save_model_state_pre_hook": {}}
-            on_first_rank(lambda: self._save_custom_objects(staging.path))
+            for index, obj in enumerate(self._custom_objects):
+                on_first_rank(partial(_save_custom_state, obj, _custom_file(staging.path, index)))
             naming = replaced(self.project_configuration, automatic_checkpoint_naming=False)
             with naming, replaced(self, **hidden):
                 super().save_state(str(staging.path), safe_serialization, **kwargs)  # files of one rank come last
         limit = self.project_configuration.total_limit
         if self.project_configuration.automatic_checkpoint_naming and limit is not None and self.is_main_process:
-            for path in numbered_checkpoints(self._naming_folder("save_state"))[
+            for path in numbered_checkpoints(self._naming_folder())[
                 max(limit, 1) :
             ]:  # with async_save, one more than the limit stays
                 remove_checkpoint(path)
@@ -87,11 +90,6 @@ class AcceleratorCheckpoints(Accelerator):
             save_optimizer(staging.path, model_of(optimizer, self._models), optimizer, index=index, **options)
         for hook in self._save_model_state_pre_hook.values():
             hook(self._models, [], str(staging.path))
-
-    def _save_custom_objects(self, folder: Path) -> None:
-        for index, obj in enumerate(self._custom_objects):
-            owner = f"{type(obj).__name__}, registered for checkpointing,"
-            save_plain(_custom_file(folder, index), obj.state_dict(), owner)
 
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
@@ -174,22 +172,26 @@ class AcceleratorCheckpoints(Accelerator):
         return "" if self.dispatch_batches or isinstance(dataset, IterableDataset) else dataset_text(dataset)
 
     def _new_folder(self, output_dir: str | None) -> Path:
-        if output_dir is not None and not self.project_configuration.automatic_checkpoint_naming:
+        if not self.project_configuration.automatic_checkpoint_naming:
+            if output_dir is None:
+                raise ValueError(
+                    "save_state needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True)."
+                )
             return Path(os.path.expanduser(output_dir))
-        parent = self._naming_folder("save_state")
-        found = numbered_checkpoints(parent)
+        found = numbered_checkpoints(self._naming_folder())
         following = int(found[0].name.rpartition("_")[2]) + 1 if found else 0
-        return parent / f"checkpoint_{max(following, self.save_iteration)}"
+        return self._naming_folder() / f"checkpoint_{max(following, self.save_iteration)}"
 
     def _last_folder(self) -> Path:
-        parent = self._naming_folder("load_state")
-        if (folder := last_checkpoint(parent)) is None:
-            raise ValueError(f"There is no complete checkpoint in {parent}; give load_state the folder of one.")
+        if not self.project_configuration.automatic_checkpoint_naming:
+            raise ValueError("load_state needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True).")
+        if (folder := last_checkpoint(self._naming_folder())) is None:
+            raise ValueError(
+                f"There is no complete checkpoint in {self._naming_folder()}; give load_state the folder of one."
+            )
         return folder
 
-    def _naming_folder(self, function: str) -> Path:
-        if not self.project_configuration.automatic_checkpoint_naming:
-            raise ValueError(f"{function} needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True).")
+    def _naming_folder(self) -> Path:
         return Path(self.project_dir) / "checkpoints"
 
 
@@ -210,6 +212,10 @@ class _Counted(list[Any]):
 
 def _custom_file(folder: Path, index: int) -> Path:
     return folder / f"custom_checkpoint_{index}.pkl"
+
+
+def _save_custom_state(obj: Stateful, file: Path) -> None:
+    save_plain(file, obj.state_dict(), f"{type(obj).__name__}, registered for checkpointing,")
 
 
 def model_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> nn.Module:

@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..checkpoint.files import find_model, is_of_one_process, save_file
 from ..checkpoint.folders import numbered_checkpoints, remove_checkpoint, unlock_checkpoints
+from ..checkpoint.layouts import find_model, is_of_one_process
 from ..checkpoint.resume import check_checkpoint, checkpoint_to_resume, own_checkpoints, warn_of_changes
+from ..checkpoint.safe import save_file
 from ..checkpoint.states import load_model, load_optimizer, load_plain, load_random_states, save_model, save_optimizer
 from ..distributed.consensus import on_rank_zero, require_same
 from ..distributed.stop import StopSignal
@@ -89,12 +90,12 @@ class TrainerCheckpoints(transformers.Trainer):
         best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
         keeps_best = self.state.best_global_step and (best == folder or on_rank_zero(best.exists))
         with self.accelerator._writer.new(folder, **self._settings()) as staging:
-            with replaced(
-                self,
-                _get_output_dir=lambda trial: str(staging.path.parent),
-                _push_from_checkpoint=lambda folder: None,  # push only after the folder has been renamed
-                _files=staging.file_system,
-            ):
+            changed: dict[str, object] = {
+                "_get_output_dir": lambda trial: str(staging.path.parent),
+                "_push_from_checkpoint": lambda folder: None,  # push only after the folder has been renamed
+                "_files": staging.file_system,
+            }
+            with replaced(self, **changed):
                 super()._save_checkpoint(model, trial)
             if keeps_best:
                 self.state.best_model_checkpoint = str(best)  # its final name
@@ -192,15 +193,18 @@ class TrainerCheckpoints(transformers.Trainer):
         """Take the best checkpoint from this run's folder, or forget its path: in another folder it may change or
         disappear, and at the end of training all but the best may be removed here.
         """
-        best = self.state.best_model_checkpoint
-        if best is None:
-            return
-        here = Path(self._get_output_dir(None)) / Path(best).name
-        self.state.best_model_checkpoint = str(here) if on_rank_zero(here.is_dir) else None
-        if self.state.best_model_checkpoint is None and self.is_world_process_zero():
+        folder, best = Path(self._get_output_dir(None)), self.state.best_model_checkpoint
+
+        def inside() -> str | None:
+            if best is None or Path(best).resolve().parent == folder.resolve():
+                return best
+            return str(here) if (here := folder / Path(best).name).is_dir() else None
+
+        self.state.best_model_checkpoint = on_rank_zero(inside)  # other ranks may see other folders
+        if best is not None and self.state.best_model_checkpoint is None and self.is_world_process_zero():
             _log.warning(
                 "The best checkpoint so far, %s, is not in %s, so it will not be loaded; to keep it, copy it there.",
-                best, here.parent,
+                best, folder,
             )  # fmt: skip
 
     @under_plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -218,6 +219,31 @@ def test_checkpoint_of_plain_accelerate_goes_on_under_a_plan(tmp_path):
         assert found == pytest.approx(want, abs=1e-12)
 
 
+def scheduled(folder: str, loads: str = "", save: str = "") -> None:
+    """A loop with a scheduler, which Accelerate steps for each process."""
+    accelerator = fully_sharded(launched_world_size())
+    model = tiny_model("gpt2", layers=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+    accelerator.plan(model, sequence_length=8, global_batch_size=4, optimizer=optimizer)
+    accelerator.prepare(model, optimizer, scheduler)
+    if loads:
+        accelerator.load_state(f"{folder}/{loads}")
+    if save:
+        accelerator.save_state(f"{folder}/{save}")
+
+
+def test_a_prepared_scheduler_on_another_number_of_ranks_is_told(tmp_path, caplog):
+    folder = str(tmp_path)
+    scheduled(folder, save="one")
+    scheduled(folder, loads="one")
+    assert "was written by" not in caplog.text
+    run_ranks(scheduled, 2, folder, "", "two", shared=True)
+    scheduled(folder, loads="two")
+    told = "two was written by 2 processes, this run has 1, but the learning rate of CosineAnnealingLR continues from"
+    assert told in caplog.text
+
+
 def by_two_optimizers(folder: str) -> dict[str, list[float]]:
     """Losses after a checkpoint of each layout, and again once it is loaded; a block has its own optimizer."""
     world = launched_world_size()
@@ -261,9 +287,9 @@ def test_a_vision_language_model_resumes_from_names_that_transformers_writes(tmp
     pictures = torch.rand(16, 3, 32, 32, generator=dice)
     rows = [{"input_ids": row, "labels": row, "pixel_values": one} for row, one in zip(ids, pictures, strict=True)]
 
-    def losses(name: str, steps: int, resumes: bool | None = None) -> list[float]:
+    def losses(steps: int, resumes: bool | None = None) -> list[float]:
         args = TrainingArguments(
-            str(tmp_path / name), use_cpu=True, max_steps=steps, save_steps=2, logging_steps=1, report_to="none",
+            str(tmp_path), use_cpu=True, max_steps=steps, save_steps=2, logging_steps=1, report_to="none",
             per_device_train_batch_size=2, disable_tqdm=True, lr_scheduler_type="constant", learning_rate=1e-2,
         )  # fmt: skip
         model = tiny_vision("LlavaForConditionalGeneration").float()
@@ -271,7 +297,10 @@ def test_a_vision_language_model_resumes_from_names_that_transformers_writes(tmp
         trainer.train(resume_from_checkpoint=resumes)
         return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
-    losses("run", 2)
-    saved = json.loads((tmp_path / "run" / "checkpoint-2" / "config.json").read_text())
+    losses(2)
+    saved = json.loads((tmp_path / "checkpoint-2" / "config.json").read_text())
     assert saved["text_config"]["use_cache"]  # as stock saves it
-    assert losses("run", 4, resumes=True) == pytest.approx(losses("other", 4), rel=1e-5)
+    resumed = losses(4, resumes=True)
+    for folder in tmp_path.iterdir():
+        shutil.rmtree(folder)
+    assert resumed == pytest.approx(losses(4), rel=1e-5)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from hf_osdp.checkpoint import writer as writer_module
-from hf_osdp.checkpoint.files import SafeReader
 from hf_osdp.checkpoint.resume import check_checkpoint
+from hf_osdp.checkpoint.safe import SafeReader
 from hf_osdp.checkpoint.states import load_loop
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.consensus import on_rank_zero

@@ -24,9 +24,10 @@ from torch import nn
 from transformers import GPT2Config
 from typer.testing import CliRunner
 
-from hf_osdp.checkpoint.files import find_model, find_optimizer, load_file, read_weights
 from hf_osdp.checkpoint.folders import MANIFEST_NAME, FileRecord, Manifest
+from hf_osdp.checkpoint.layouts import find_model, find_optimizer, read_weights
 from hf_osdp.checkpoint.resume import check_checkpoint, warn_of_changes
+from hf_osdp.checkpoint.safe import load_file
 from hf_osdp.cli.app import app
 from hf_osdp.distributed import process_group
 from hf_osdp.distributed.process_group import prepare_group

@@ -35,10 +35,12 @@ KEYWORDS = {"weights_only": False, "allow_pickle": True, "shell": True, "trust_r
 ALLOWED = {
     # what rank 0 of this very run sends by the process group; no file
     ("hf_osdp/distributed/consensus.py", "pickle.loads"),
+    # what the other ranks of this very run have written, told over the process group's store; no file
+    ("hf_osdp/checkpoint/writer.py", "pickle.loads"),
     # the user's own script, named on the command line, as Python itself runs it
     ("hf_osdp/run.py", "runpy.run_path"),
     # base of one that knows torch's own dataclasses and refuses all else
-    ("hf_osdp/checkpoint/files.py", "pickle.Unpickler"),
+    ("hf_osdp/checkpoint/safe.py", "pickle.Unpickler"),
 }
 
 

@@ -39,19 +39,22 @@ def test_complete_folder_appears_with_record_and_none_after_an_error(tmp_path):
 
 
 def test_replaced_checkpoint_leaves_files_that_are_not_its_own(tmp_path):
-    folder = tmp_path / "state"
-    folder.mkdir()
+    folder = small(tmp_path, "state")
     kept = """log.txt plots model_best.safetensors optimizer_study sampler_outputs pytorch_model_export
         model-card.md""".split()
     for name in kept:
         (folder / name).mkdir() if "." not in name else (folder / name).write_text("a user's")
-    for name in ("optimizer_0", "pytorch_model_fsdp_0", "model.safetensors"):  # another program's, of another layout
-        (folder / name).mkdir() if "." not in name else (folder / name).write_text("weights")
-    for content in ("new", "newer"):
+    for content in ("new", "newer", "newest"):
         small(tmp_path, "state", content=content)
         check_checkpoint(folder)
-        assert (folder / "inside" / "file").read_text() == content
-        assert names_in(folder) == sorted([*kept, "inside", MANIFEST_NAME])
+        assert (folder / "inside" / "file").read_text() == content and all((folder / name).exists() for name in kept)
+        if content != "new":
+            (folder / MANIFEST_NAME).unlink()  # then names alone tell what is a checkpoint's
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "notes").write_text("a user's, in a folder that is no checkpoint")
+    small(tmp_path, "foreign")
+    assert (foreign / "notes").is_file()
 
 
 def test_interrupted_replacement_is_finished(tmp_path):
@@ -71,14 +74,12 @@ def test_interrupted_replacement_is_finished(tmp_path):
 
 
 def test_leftovers_of_an_interrupted_run_are_removed_by_next_save(tmp_path):
-    left = [tmp_path / ".partial" / name for name in ("0123abcd/checkpoint-4", "89abcdef/checkpoint-2")]
-    others = [
-        tmp_path / ".partial" / name for name in ("4567abcd/state", "training.json", "last.replaced/checkpoint-7")
-    ]
+    left = [tmp_path / ".partial" / name for name in ("checkpoint-3", "0123abcd/checkpoint-4", "checkpoint-2.removed")]
+    others = [tmp_path / ".partial" / name for name in ("4567abcd/state", "training.json")]
     for path in (*left, *others):
         path.mkdir(parents=True)
     first, second = prepare_staging(tmp_path / "checkpoint-4"), prepare_staging(tmp_path / "checkpoint-5")
-    assert first.is_dir() and second.is_dir() and not any(path.parent.exists() for path in left)
+    assert first.is_dir() and second.is_dir() and not any(path.exists() for path in left)
     assert all(path.exists() for path in others)
 
 

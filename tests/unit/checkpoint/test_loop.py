@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 
+from hf_osdp.checkpoint.folders import MANIFEST_NAME
 from hf_osdp.checkpoint.resume import warn_of_changes
 from hf_osdp.checkpoint.states import load_loop, load_random_states, save_random_states
 from hf_osdp.checkpoint.writer import CheckpointWriter
@@ -17,6 +18,17 @@ from hf_osdp.modeling.identity import model_texts
 from tests.helpers.models import tiny_model
 
 from .checkpoints import saved, trained
+
+
+def test_replaced_checkpoint_keeps_no_states_of_another_layout(tmp_path):
+    folder = saved(tmp_path / "checkpoint-1", sharded=True)
+    (folder / MANIFEST_NAME).unlink()  # as another program writes it
+    model, optimizer = trained(seed=5)
+    saved(folder, sharded=False, model=model, optimizer=optimizer)
+    assert not (folder / "pytorch_model_fsdp_0").exists() and not (folder / "optimizer_0").exists()
+    again, its = trained(seed=9)
+    load_loop(folder, again, its, others={})
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
 
 
 def test_random_states_go_on_and_new_ranks_get_their_own(tmp_path):

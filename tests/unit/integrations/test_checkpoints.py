@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate.state import GradientState
 from accelerate.utils import ProjectConfiguration
+from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback, TrainingArguments
 
 from hf_osdp.checkpoint.folders import MANIFEST_NAME
@@ -63,6 +64,17 @@ def test_best_checkpoint_stays_and_is_loaded(tmp_path):
     check_checkpoint(tmp_path / "checkpoint-1")
 
 
+def divide_weights(folder) -> None:
+    """Write a checkpoint's weights again as two files and an index, as transformers' tools do."""
+    weights, map_of = load_file(folder / "model.safetensors"), {}
+    for number, names in enumerate((sorted(weights)[:3], sorted(weights)[3:]), 1):
+        file = f"model-{number:05}-of-00002.safetensors"
+        save_file({name: weights[name] for name in names}, folder / file, metadata={"format": "pt"})
+        map_of |= dict.fromkeys(names, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": map_of}))
+    (folder / "model.safetensors").unlink()
+
+
 def test_trainer_refuses_damaged_path_and_takes_the_one_before(tmp_path, caplog):
     planned(tmp_path, save_total_limit=2).train()
     (tmp_path / "checkpoint-4" / "model.safetensors").unlink()
@@ -72,6 +84,24 @@ def test_trainer_refuses_damaged_path_and_takes_the_one_before(tmp_path, caplog)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 4 and len(again.state.log_history) == 1, "went on from checkpoint-3"
     assert "was saved with" not in caplog.text
+    divided = tmp_path / "checkpoint-3"
+    divide_weights(divided)
+    (divided / "model-00001-of-00002.safetensors").rename(tmp_path / "kept")
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-3 is damaged: model-00001-of-00002.safetensors, which .* is"
+    ):
+        planned(tmp_path).train(resume_from_checkpoint=str(divided))
+    (tmp_path / "kept").rename(divided / "model-00001-of-00002.safetensors")
+    again = planned(tmp_path)
+    again.train(resume_from_checkpoint=str(divided))
+    assert again.state.global_step == 4, "went on from checkpoint-3"
+    again = planned(tmp_path, seed=2, bf16=True)
+    again.train_dataset = again.train_dataset[1:]
+    again.train(resume_from_checkpoint=True)
+    lines = [record.getMessage() for record in caplog.records if "was saved with" in record.getMessage()]
+    assert len(lines) == 1 and "checkpoint-4 was saved with seed 1, precision no, dataset of 16 rows" in lines[0]
+    assert "this run has seed 2, precision bf16, dataset of 15 rows" in lines[0]
+    assert "To continue it, use the saved settings." in lines[0]
     with pytest.raises(ValueError, match=r"No valid checkpoint found in output directory \(.*\)"):
         planned(tmp_path / "empty").train(resume_from_checkpoint=True)
 
@@ -120,6 +150,14 @@ def test_full_disk_is_named_with_the_file(tmp_path):
     assert names(tmp_path) == []
 
 
+def test_nested_state_of_the_trainer_is_damage(tmp_path):
+    planned(tmp_path, max_steps=1).train()
+    (tmp_path / "checkpoint-1" / MANIFEST_NAME).unlink()
+    (tmp_path / "checkpoint-1" / "trainer_state.json").write_text("[" * 10**5)
+    with pytest.raises(CheckpointError, match=r"checkpoint-1 is damaged: trainer_state.json says step None"):
+        planned(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
 class Counter:
     def __init__(self, value):
         self.value = value
@@ -139,13 +177,12 @@ def test_accelerator_can_be_pickled_as_the_stock_one():
     assert vars(again.state) == vars(accelerator.state) and again.config == accelerator.config
 
 
-def test_save_state_follows_accelerates_own_naming(tmp_path, caplog):
+def test_save_state_follows_accelerates_own_naming(tmp_path):
     naming = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
     accelerator = OSDPAccelerator(osdp={"hardware": preset("cpu", devices_per_node=1)}, project_config=naming)
     model = tiny_model("gpt2", layers=1)
     accelerator.plan(model, sequence_length=12, global_batch_size=2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    accelerator.prepare(model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6))
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     counter = Counter(0)
     accelerator.register_for_checkpointing(counter)
     for counter.value in range(4):
@@ -156,14 +193,6 @@ def test_save_state_follows_accelerates_own_naming(tmp_path, caplog):
     accelerator.load_state()
     assert counter.value == 2
     accelerator.load_state(strict=True)  # for load_state_dict of one process
-    assert "was written by" not in caplog.text
-    manifest = left[0] / MANIFEST_NAME
-    manifest.write_text(manifest.read_text().replace('"world_size": 1', '"world_size": 2'))
-    accelerator.load_state()
-    line = (
-        "was written by 2 processes, this run has 1, but the learning rate of CosineAnnealingLR continues from the old"
-    )
-    assert line in caplog.text
     for call, folder in ((accelerator.save_state, None), (accelerator.load_state, saved(tmp_path / "shards"))):
         with pytest.raises(ValueError, match="state would ignore strict, tag with this run"):
             call(folder, strict=True, tag=1)
@@ -178,7 +207,7 @@ def test_save_total_limit_removes_checkpoints_of_earlier_training_first(tmp_path
     again = planned(tmp_path, max_steps=2, save_total_limit=1, osdp={"async_save": True})
     again.train()
     assert names(tmp_path) == ["checkpoint-2"]
-    assert not list(tmp_path.glob(".partial/*/checkpoint*"))
+    assert not list((tmp_path / ".partial").glob("checkpoint*"))
 
 
 def test_restart_resumes_training_after_evaluation_in_between(tmp_path, monkeypatch):
