@@ -106,7 +106,7 @@ def _searched(problem: PlanningProblem, claimed_s: float, most_nodes: int) -> Ch
                 raise WrongProof(f"a plan takes {bound_s} s, and claimed was {claimed_s} s: {tree.layouts(decided)}")
             for child in tree.children(decided, claimed_s):
                 heapq.heappush(waiting, (child[0], number, child[1]))
-    return Checked(bound_s=waiting[0][0], nodes=most_nodes, complete=False)
+    return Checked(bound_s=waiting[0][0] if waiting else claimed_s, nodes=most_nodes, complete=not waiting)
 
 
 def _trees(problem: PlanningProblem) -> list[_Tree]:

@@ -159,7 +159,8 @@ def micro_batch_rule(
             " arguments; leave it"
             f" out, or set per_device_train_batch_size={requested} and gradient_accumulation_steps."
         )
-    warn(args, "%s: micro-batches may train differently than the %d samples of the arguments.", reason, size)
+    asked = "the plan's micro-batches" if is_given else f"micro_batch_size={requested}"
+    warn(args, "%s: %s may train differently than the %d samples of the arguments.", reason, asked, size)
     return rule(chosen=requested, differs=reason)
 
 

@@ -38,6 +38,7 @@ _DEVICE_SIGNS = (
     "cuda out of memory",
     # cudaErrorMemoryAllocation, c10/cuda/CUDAException.cpp: AcceleratorError since 2.8, RuntimeError before
     "cuda error: out of memory",
+    "hip error: out of memory",
     "_status_alloc_failed",  # of cuBLAS, cuSOLVER, cuSPARSE and cuDNN: aten/src/ATen/cuda/Exceptions.h
     "cudnn_status_internal_error_device_allocation_failed",  # cuDNN 9
     "failed to cuda calloc",  # NCCL src/include/alloc.h, under "unhandled cuda error"

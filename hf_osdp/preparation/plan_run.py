@@ -162,12 +162,7 @@ def plan_run(model: nn.Module, job: Job) -> PlannedRun:
         # it reads its matrices whole in forward, and prunes them between steps
         whole = replace(job.optimizer, name=f"{job.optimizer.name} beside AdaLoRA", needs_whole=True)
         job = replace(job, optimizer=whole)
-    try:
-        run = _planned(model, job)
-    except PreflightError:
-        if job.models_beside is None or job.config.plan is not None:
-            raise
-        run = _planned(model, replace(job, shards_beside=True))
+    run = _planned(model, job)
     plan, peak_bytes = run.plan, run.plan.peak_bytes
     is_searched = run.hardware is not None and peak_bytes is not None
     needed_bytes = (peak_bytes or 0) - run.outside_bytes if is_searched else _peak_bytes(plan, run.inputs)
@@ -187,11 +182,16 @@ def _planned(model: nn.Module, job: Job) -> PlannedRun:
         budget = on_rank_zero(lambda: _token_budget(run, job, model))
         if budget is None:
             job = replace(job, cuts_by_length=False)
-            run = plans(model, job)
+            run = _searched(model, job) if job.config.plan is None else run
             if rank() == 0 and job.config.batch_by_tokens:
                 _log.warning("batch_by_tokens=True has no effect: the limit leaves no room for a step's batches.")
     job = replace(job, shards_beside=run.shards_beside)
-    evaluation, others = fit_evaluation(model, job, run), fit_rollouts(job, run)
+    try:
+        evaluation, others = fit_evaluation(model, job, run), fit_rollouts(job, run)
+    except PreflightError:
+        if job.models_beside is None or job.shards_beside or job.config.plan is not None:
+            raise
+        return _planned(model, replace(job, shards_beside=True))
     others += () if evaluation is None else (evaluation.phase,)
     return replace(
         run, inputs=replace(run.inputs, others=others), planning_s=planning_s, trains=job.trains,

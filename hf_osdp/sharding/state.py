@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ..distributed.collectives import gather_rows
@@ -69,10 +70,11 @@ def free_gathered(model: nn.Module) -> None:
     """
     for order in orders_of(model):
         order.end_step()
-        for unit in order.groups:
-            unit.reshard()
     if (replicas := replicas_of(model)) is not None:
         replicas.rest()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from .replicas import replicas_of
 from .unit_order import orders_of
@@ -26,6 +27,9 @@ def micro_step(model: nn.Module, *, is_last: bool) -> Iterator[None]:
         unit.reduce_grads, unit.all_reduce_grads = unit.reduces_always, False
     if replicas is not None:
         replicas.reduces = is_last
+    stock = model if isinstance(model, FSDPModule) and not orders_of(model) else None
+    if stock is not None:  # the user sharded it
+        stock.set_requires_gradient_sync(is_last)
     try:
         yield
     finally:
@@ -33,3 +37,5 @@ def micro_step(model: nn.Module, *, is_last: bool) -> Iterator[None]:
             unit.reduce_grads = unit.all_reduce_grads = True
         if replicas is not None:
             replicas.reduces = True
+        if stock is not None:
+            stock.set_requires_gradient_sync(True)

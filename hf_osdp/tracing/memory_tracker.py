@@ -92,7 +92,7 @@ class MemoryTracker(SkippableMode):
         result = call_operator(func, args, kwargs)
         given = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)
         # results in the arguments' memory are views, or were changed in place
-        before = {storage._cdata for _, storage in storages_in(given)} - self._storages.keys()
+        before = {one._cdata for _, one in storages_in(given) if one._cdata not in self._storages}
         for tensor, storage in storages_in(result):
             if storage._cdata not in before and self._counts(tensor):
                 self._update(storage)

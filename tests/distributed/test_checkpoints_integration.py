@@ -87,7 +87,8 @@ class _Killed(stock.transformers.TrainerCallback):
 
 @pytest.mark.slow
 def test_trainer_resumes_under_other_plans_and_numbers_of_ranks(tmp_path):
-    want, weights, _ = stock.run_stock(stock.Training(), str(tmp_path / "stock"))
+    one = stock.trained_by_stock(tmp_path / "stock", stock.tiny_model())
+    want, weights = stock.history(one), one.model.state_dict()
 
     def on_two(name: str, resume: str | None, layout: str, *plan: str | None, **options: object) -> tuple:
         arguments = (str(tmp_path / name), resume and str(tmp_path / resume), layout, *(plan or (None,)), options)
