@@ -211,7 +211,8 @@ def test_program_accepts_every_plan_that_fits_and_with_all_runs_no_other(seed):
             (needed.device, frozenset(), True), (needed.device, some, True), (needed.device, every, True),
             (needed.device - 1, every, False),
         ):  # fmt: skip
-            program = Program(timeline, limit, runs=constrained, earlier=constrained == every)
+            whole = constrained == every
+            program = Program(timeline, limit, runs=constrained, earlier=whole, ordered=whole)
             for group, own in program._groups.items():
                 for k, x in enumerate(own.counts):
                     program._model.add(x == taken[group][k])

@@ -111,10 +111,10 @@ class GroupCounts:
 class IntegerModel:
     """Counts of options for each group of units, without constraints on moments; `Program` has the arguments."""
 
-    def __init__(self, timeline: Timeline, limit_bytes: int, runs: Set[Run], *, lowest: bool) -> None:
+    def __init__(self, timeline: Timeline, limit_bytes: int, runs: Set[Run], *, ordered: bool, lowest: bool) -> None:
         from ortools.sat.python import cp_model
 
-        self._model, self._runs = cp_model.CpModel(), runs
+        self._model, self._runs, self._ordered = cp_model.CpModel(), runs, ordered
         self._limit: Bytes = self._model.new_int_var(0, limit_bytes, "") if lowest else limit_bytes
         self._groups = {group: self._declare(group) for group in timeline.groups}
         named = 8 * sum(len(group.options) for group in timeline.groups if len(group.units) > 1)
@@ -191,7 +191,9 @@ class IntegerModel:
         exact = any(units == group.units for units, _ in self._runs)
         used = [self._at_least(x, 1) for x in counts] if exact else []
         first, last = self._one_of(counts), self._one_of(counts)
-        for k in range(len(counts) if exact else 0):  # the last unit is of the run whose backward is first
+        for k in range(
+            len(counts) if exact and self._ordered else 0
+        ):  # the last unit is of the run whose backward is first
             model.add(sum(counts[:k]) <= size * (1 - last[k]))
             model.add(sum(counts[k + 1 :]) <= size * (1 - first[k]))
         return GroupCounts(group=group, counts=counts, used=used, first=first, last=last)

@@ -52,6 +52,7 @@ class Program(IntegerModel):
         limit_bytes: the most that a moment may take.
         runs: runs whose moments are constrained.
         earlier: whether those of an earlier micro-step are.
+        ordered: whether the first and the last unit of a row whose runs are constrained are those of its order.
         lowest: make the limit a variable up to `limit_bytes`, for `minimize_limit`.
     """
 
@@ -62,9 +63,10 @@ class Program(IntegerModel):
         *,
         runs: Set[Run] = frozenset(),
         earlier: bool = False,
+        ordered: bool = False,
         lowest: bool = False,
     ) -> None:
-        super().__init__(timeline, limit_bytes, runs, lowest=lowest)
+        super().__init__(timeline, limit_bytes, runs, ordered=ordered, lowest=lowest)
         self._timeline = timeline
         self._enter(self._groups)
         options = [option for group in self._groups for option in group.options]

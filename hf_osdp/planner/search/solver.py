@@ -78,8 +78,12 @@ class Solver:
         self._runs: set[Run] = set()
         self._earlier = False
         """Whether moments of an earlier micro-step are constrained: where they matter, which is rare."""
+        self._ordered = False
+        """Whether the first and the last unit of a row are those of its order: where all runs are not enough."""
         self.units = [unit for group in timeline.groups for unit in group.units]
         self._rows = {unit: group for group in timeline.groups for unit in group.units if len(group.units) > 1}
+        self.rounding = _TERMS * (size - 1) * len(self.units)
+        """The most by which a plan that the program accepts may exceed the limit, if all its rows are there."""
         self.work = 0.0
         """CP-SAT's deterministic seconds in all."""
 
@@ -112,7 +116,8 @@ class Solver:
         """
         left = most_work
         while True:
-            program = self.program(limit_bytes, kept, runs=frozenset(self._runs), earlier=self._earlier, **options)
+            known = {"runs": frozenset(self._runs), "earlier": self._earlier, "ordered": self._ordered}
+            program = self.program(limit_bytes, kept, **known, **options)
             minimize(program)
             layouts = program.solve(max(0.01, left), gap=gap)
             left, self.work = left - program.work, self.work + program.work
@@ -142,6 +147,8 @@ class Solver:
             found = {(row.units, layouts[unit]) for unit, row in self._rows.items()}
         is_new = not found <= self._runs
         self._runs |= found
+        if max(moments.values()) > most + self.rounding and not is_new and not self._ordered:
+            self._ordered = is_new = True
         return is_new
 
 
@@ -212,7 +219,7 @@ class FastestSearch:
         under lower limits, which proves nothing.
         """
         limit = self._limit_bytes
-        lower = limit - _TERMS * (self._solver.size - 1) * len(self._solver.units)
+        lower = limit - self._solver.rounding
         for most, work in ((lower, _MOST_OF_ONE),) if gap else ((limit, _MOST_OF_ONE), (lower, _LOWERED_WORK)):
             layouts, program = self._solver.solve(
                 most, self._minimize, min(work, _MOST_WORK - self._solver.work), kept=kept,
