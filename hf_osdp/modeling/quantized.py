@@ -14,7 +14,7 @@ import itertools
 import math
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -166,6 +166,7 @@ def pack(model: nn.Module) -> nn.Module:
             "A base in 4 bits is trained through adapters of peft, with which checkpoints hold them alone; add them by"
             " get_peft_model before the model is planned."
         )
+    _keep_counts(model, layers)
     for layer in layers:
         if getattr(_state_of(layer), "packing_format_for_cpu", False):
             layer.state_dict()  # an evaluation on the CPU has reordered the codes, and this puts them back
@@ -179,6 +180,19 @@ def pack(model: nn.Module) -> nn.Module:
         layer.weight = nn.Parameter(packed, requires_grad=False)
         _install(layer, packing)
     return model
+
+
+def _keep_counts(model: nn.Module, layers: Sequence[Any]) -> None:
+    """Make transformers count the parameters of 4-bit weights as before, for the FLOPs that the Trainer logs."""
+    missing = {id(layer): math.prod((packing := Packing.of(layer)).shape) - packing.nbytes for layer in layers}
+    for module in model.modules() if missing else ():
+        if hasattr(type(module), "num_parameters"):
+            inside = sum(missing.get(id(inner), 0) for inner in module.modules())
+            module.num_parameters = functools.partial(_counted, module.num_parameters, inside)  # type: ignore
+
+
+def _counted(count: Callable[..., int], missing: int, only_trainable: bool = False, *args: Any, **options: Any) -> int:
+    return count(only_trainable, *args, **options) + (0 if only_trainable else missing)
 
 
 def packed_copy(model: nn.Module) -> nn.Module:
