@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -132,7 +132,8 @@ def _kill_sometime(ranks: list[Rank], place: Path, chance: random.Random, outcom
         return  # it ended before
     time.sleep(moment)
     for victim in victims:
-        os.kill(ranks[victim].pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended by itself
+            os.kill(ranks[victim].pid, signal.SIGKILL)
     killed = time.monotonic()
     outcome.kills[phase, "all" if len(victims) == WORLD else f"rank {victims[0]}"] += 1
     if not _wait(ENDS_WITHIN_S, lambda: _ended(ranks)):
