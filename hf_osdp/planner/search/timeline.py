@@ -19,15 +19,13 @@ from ..cost.moments import (
 from ..cost.timing import UnitTimer
 from ..cost.units import gradients_arriving, once_per_shape, shape_ids, unit_bytes
 from ..decision import Batch, Space, UnitLayout, groups_of
-from ..description import GatherSpan
+from ..description import MOST_BYTES, GatherSpan
 from ..placement import Activations, activation_choices
 from ..problem import PlanningProblem
 from .options import Option, Part, RootSegment, Timeline, UnitGroup, undominated
 
 SHORT_ROW = 8
 """Longest row of equal units that is searched unit by unit; in a longer row only the first and the last unit are."""
-_MOST_BYTES = 2**48
-"""Largest option in bytes. No device holds more, and the sum over all units must not overflow in the solver."""
 
 
 class BatchCosts:
@@ -88,7 +86,7 @@ class BatchCosts:
     ) -> tuple[Option, ...]:
         made = [self._option(unit, layout, recomputed) for layout in layouts]
         if not every_layout:
-            small = [option for option in made if max(map(abs, option.levels)) <= _MOST_BYTES]
+            small = [option for option in made if max(map(abs, option.levels)) <= MOST_BYTES]
             meshes = self.problem.hardware.device.communicator_bytes > 0
             made = undominated(small or made[:1], meshes=meshes)
         return tuple(sorted(made, key=lambda option: option.order))
