@@ -31,7 +31,8 @@ from ..modeling.units import canonical_name
 from ..planner.plan import Plan
 from ..preparation.announce import plan_and_announce
 from ..preparation.config import OSDPConfig
-from ..preparation.plan_run import FittedEvaluation, PlannedRun
+from ..preparation.evaluation import FittedEvaluation
+from ..preparation.plan_run import PlannedRun
 from ..sharding.between_steps import mixing_explained
 from ..sharding.environment import prepare_precision, prepare_to_plan
 from ..sharding.micro_batches import micro_batches, pad_token_of
@@ -40,7 +41,8 @@ from ..sharding.unit_order import called_alone
 from .accelerator import OSDPAccelerator
 from .plugin import requested_plugin
 from .trainer_checkpoints import Events, TrainerCheckpoints, under_plan
-from .trainer_facts import evaluation_loop, job_of_trainer, refuse_changes
+from .trainer_evaluation import evaluation_loop
+from .trainer_facts import job_of_trainer, refuse_changes
 from .trainer_loss import MicroBatchRule, adds_up, planned_arguments, warn
 
 Predicted = tuple[torch.Tensor | None, Any, Any]

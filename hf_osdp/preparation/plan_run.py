@@ -17,13 +17,10 @@ from ..errors import DescriptionError, PlanError, PreflightError, refuse_first
 from ..modeling.batch import training_batch
 from ..modeling.quantized import pack
 from ..planner.cost.evaluate import PlanEstimate
-from ..planner.cost.evaluation import EvaluatedModel, EvaluationLoop
-from ..planner.cost.phases import Phase
 from ..planner.cost.timing import price_micro_batches
 from ..planner.description import ModelDescription, UnitDescription
 from ..planner.grouping import joined
 from ..planner.hardware import Hardware
-from ..planner.placement import Activations
 from ..planner.plan import Plan
 from ..planner.search.compare import StrategyResult
 from ..planner.token_budget import TokenBudget
@@ -32,70 +29,13 @@ from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
 from ..sharding.environment import uses_host
 from .config import OSDPConfig
+from .evaluation import FittedEvaluation, fit_evaluation, fit_rollouts
 from .find_plan import Describer, find_plan, plan_from_rank_zero
 from .job import Evaluation, Job
 from .preflight import Finding, find_problems
 from .samples import Batches
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FittedEvaluation:
-    """An evaluation under a plan, which fits under the limit if there is one."""
-
-    asked: Evaluation
-    model: EvaluatedModel
-    loop: EvaluationLoop
-    """As it runs."""
-    room_bytes: int | None
-    """For tensors; None without a limit."""
-    outside_bytes: int
-    """Of the device, outside tensors."""
-
-    def of(self, loop: EvaluationLoop) -> FittedEvaluation:
-        """Return the evaluation with this loop, or with one that fits and has equal results; raise PreflightError if
-        there is none.
-        """
-        room, cuts, moves = self.room_bytes, self.asked.against_cuts is None, self.asked.moves and loop.keeps_outputs
-        if room is not None and not self.model.fits(loop, room):
-            fitting = self.model.fitting(loop, room, cuts=cuts, moves=moves)
-            if fitting is None:
-                raise PreflightError(self._refusal(loop, room, cuts=cuts, moves=moves))
-            loop = fitting
-        return replace(self, loop=loop)
-
-    def _refusal(self, loop: EvaluationLoop, room: int, *, cuts: bool, moves: bool) -> str:
-        needed, moment = self.model.peak(loop)
-        needed_text, room_text = (format_bytes(nbytes + self.outside_bytes) for nbytes in (needed, room))
-        size = self.model.largest(loop, room, cuts=cuts, moves=moves)
-        earlier = None if moves else self.model.fitting(loop, room, cuts=cuts, moves=loop.keeps_outputs)
-        ways = [f"per_device_eval_batch_size={size}"] if size else []
-        if earlier is not None:
-            ways.append(f"eval_accumulation_steps={earlier.moved_after}")
-        why = "" if cuts else f" Batches are not cut: {self.asked.against_cuts}."
-        return (
-            f"Evaluation in batches of {loop.batch_size} needs {needed_text} ({moment}), and the limit leaves"
-            f" {room_text}; set {' or '.join(ways) or 'a higher memory_limit: a single sample needs more'}.{why}"
-        )
-
-    @property
-    def phase(self) -> Phase:
-        nbytes, moment = self.model.peak(self.loop)
-        return Phase(name="evaluation", peak_bytes=nbytes, moment=moment)
-
-    @property
-    def line(self) -> str:
-        """What is said before a run of the evaluation that its arguments ask for."""
-        loop, phase = self.loop, self.phase
-        ways = {
-            f"batches of {loop.batch_size} run in parts of at most {loop.micro_batch_size} samples":
-                loop.micro_batch_size < loop.batch_size,
-            f"eval_accumulation_steps is {loop.moved_after}": loop.moved_after != self.asked.loop.moved_after,
-        }  # fmt: skip
-        said = " and ".join(way for way, holds in ways.items() if holds)
-        changes = f"; to fit, {said}, with equal results" if said else ""
-        return f"Evaluation: peak {format_bytes(phase.peak_bytes + self.outside_bytes)} in {phase.moment}{changes}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +66,7 @@ class PlannedRun:
     @property
     def outside_bytes(self) -> int:
         """Of each device, outside tensors; 0 for a given plan."""
-        return 0 if self.hardware is None else self.hardware.outside_bytes(self.plan.communicators)
+        return self.inputs.outside_bytes(self.plan)
 
     @property
     def hardware(self) -> Hardware | None:
@@ -186,8 +126,20 @@ def _planned(model: nn.Module, job: Job) -> PlannedRun:
             if rank() == 0 and job.config.batch_by_tokens:
                 _log.warning("batch_by_tokens=True has no effect: the limit leaves no room for a step's batches.")
     job = replace(job, shards_beside=run.shards_beside)
+
+    def described(asked: Evaluation) -> ModelDescription | None:
+        try:
+            found = Describer(model, job).describe_evaluation(asked, run.plan.split.of_single_blocks)
+        except DescriptionError as error:
+            _log.warning("The memory of evaluation is not known (%s).", str(error).rstrip("."))
+            return None
+        found = grouped_as_planned(found, run.plan)
+        alike = [unit.fqn for unit in found.units] == [unit.fqn for unit in run.units]
+        return replace(found, units=run.units) if alike else None
+
     try:
-        evaluation, others = fit_evaluation(model, job, run), fit_rollouts(job, run)
+        evaluation = fit_evaluation(job, run.plan, run.inputs, described)
+        others = fit_rollouts(job, run.plan, run.inputs)
     except PreflightError:
         if job.models_beside is None or job.shards_beside or job.config.plan is not None:
             raise
@@ -204,7 +156,7 @@ def _token_budget(run: PlannedRun, job: Job, model: nn.Module) -> TokenBudget | 
     limit; None if even micro-batches of one sample do not fit beside what is loaded.
     """
     plan, hardware = run.plan, run.hardware
-    room_bytes = None if hardware is None else _room(job, run)
+    room_bytes = None if hardware is None else run.inputs.room_bytes(plan, job.config.memory_limit_bytes)
     inputs_of = job.inputs.with_rows if isinstance(job.inputs, Batches) else None
     samples, longest = plan.micro_batch_size * plan.accumulation_steps, plan.sequence_length
     loaded = dict(inputs_of(longest)(1)) if inputs_of is not None else training_batch(model, longest)(1)
@@ -337,58 +289,3 @@ def check_given_plan(plan: Plan, config: OSDPConfig, peak_bytes: int) -> None:
             limit is not None and peak_bytes > limit,
     }  # fmt: skip
     refuse_first({f"{text} Plan again, or change the arguments.": holds for text, holds in refused.items()}, PlanError)
-
-
-def fit_rollouts(job: Job, run: PlannedRun) -> tuple[Phase, ...]:
-    """Return what a step's generation needs under a plan, if it generates; raise PreflightError if it does not fit."""
-    if job.rollouts is None:
-        return ()
-    made, samples = job.rollouts
-    needed, room = _evaluated(job, run, run.inputs.description).generating(made, samples), _room(job, run)
-    if room is not None and needed > room:
-        needed_text, room_text = (format_bytes(nbytes + run.outside_bytes) for nbytes in (needed, room))
-        raise PreflightError(
-            f"Generating {samples} completions at once needs {needed_text}, and the limit leaves {room_text}; lower"
-            " steps_per_generation, per_device_train_batch_size or max_completion_length."
-        )
-    return (Phase(name="generation", peak_bytes=needed, moment="the last token"),)
-
-
-def _evaluated(job: Job, run: PlannedRun, description: ModelDescription) -> EvaluatedModel:
-    return EvaluatedModel(
-        description=description, world_size=run.plan.world_size, job=run.inputs.job, trains=job.trains,
-        layouts=tuple(replace(one, activations=Activations.SAVE) for one in run.plan.layouts(description)),
-        gathers_in_lists=job.device_type == "cpu",
-    )  # fmt: skip
-
-
-def _room(job: Job, run: PlannedRun) -> int | None:
-    """Return the bytes that the limit leaves for tensors; None without a limit."""
-    limit, hardware = run.plan.memory_limit_bytes or job.config.memory_limit_bytes, run.hardware
-    return limit if hardware is None or limit is None else hardware.room_bytes(limit) - run.outside_bytes
-
-
-def fit_evaluation(model: nn.Module, job: Job, run: PlannedRun) -> FittedEvaluation | None:
-    """Return how a run evaluates under a plan; None if it does not, or if its memory cannot be estimated; raise
-    PreflightError if no loop with equal results fits. Collective.
-    """
-    asked, units = job.evaluation, run.units
-    if asked is None:
-        return None
-
-    def described() -> ModelDescription | None:
-        try:
-            found = Describer(model, job).describe_evaluation(asked, run.plan.split.of_single_blocks)
-        except DescriptionError as error:
-            _log.warning("The memory of evaluation is not known (%s).", str(error).rstrip("."))
-            return None
-        found = grouped_as_planned(found, run.plan)
-        alike = [unit.fqn for unit in found.units] == [unit.fqn for unit in units]
-        return replace(found, units=units) if alike else None
-
-    if (description := on_rank_zero(described)) is None:
-        return None
-    return FittedEvaluation(
-        asked=asked, model=_evaluated(job, run, description), loop=asked.loop, room_bytes=_room(job, run),
-        outside_bytes=run.outside_bytes,
-    ).of(asked.loop)  # fmt: skip

@@ -47,6 +47,19 @@ class PlanInputs:
         """Return the estimate of a plan, which must be for these inputs."""
         return estimate_plan(plan, self.description, self.job, self.hardware)
 
+    def outside_bytes(self, plan: Plan) -> int:
+        """Return the bytes of each device outside tensors; 0 without hardware."""
+        return 0 if self.hardware is None else self.hardware.outside_bytes(plan.communicators)
+
+    def room_bytes(self, plan: Plan, limit_bytes: int | None) -> int | None:
+        """Return the bytes that the plan's limit, or `limit_bytes` where it has none, leaves for tensors; None without
+        a limit.
+        """
+        limit = plan.memory_limit_bytes or limit_bytes
+        if self.hardware is None or limit is None:
+            return limit
+        return self.hardware.room_bytes(limit) - self.outside_bytes(plan)
+
     def phases(self, plan: Plan, estimate: PlanEstimate) -> list[Phase]:
         """Return the parts of a job under a plan, training first."""
         layouts = plan.layouts(self.description)

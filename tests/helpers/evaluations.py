@@ -7,8 +7,8 @@ from dataclasses import replace
 from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.evaluation import EvaluatedModel, EvaluationLoop
 from hf_osdp.planner.training_job import TrainingJob
+from hf_osdp.preparation.evaluation import FittedEvaluation
 from hf_osdp.preparation.job import Evaluation
-from hf_osdp.preparation.plan_run import FittedEvaluation
 from tests.helpers.descriptions import transformer
 from tests.helpers.layouts import plan_of
 

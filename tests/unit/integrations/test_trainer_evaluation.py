@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_osdp.errors import PreflightError
 from hf_osdp.integrations.trainer import Trainer, with_osdp
-from hf_osdp.integrations.trainer_facts import generation_of
+from hf_osdp.integrations.trainer_evaluation import generation_of
 from tests.helpers.trainers import small_arguments, small_trainer, token_rows
 
 LENGTH, NEW = 12, 9
