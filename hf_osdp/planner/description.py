@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from ..errors import refuse_first
@@ -44,8 +44,6 @@ class DType(str, Enum):
         return "float" in self.value
 
 
-MOST_BYTES = 2**48
-"""No device holds more, and sums over all units must not overflow in the solver."""
 _MOST_ELEMENTS = 2**50
 _MOST_NAMES = 4
 _PEFT_PREFIX = "base_model.model."
@@ -299,12 +297,6 @@ class Segment:
     most.
     """
 
-    def __post_init__(self) -> None:
-        for name in _SEGMENT_BYTES:
-            _check_bytes(f"Segment.{name}", getattr(self, name)(1))
-        for phase in (self.forward, self.backward):
-            _check_bytes("PhaseCost.peak_bytes", phase.peak_bytes.bytes(1))
-
     def under(self, recomputation: Recomputation | None) -> Segment:
         """Return the costs under a policy to recompute; an unknown one has the costs of the first, if there is one."""
         if recomputation is None or not self.recomputed:
@@ -319,15 +311,6 @@ class Segment:
         return replace(
             change(self), recomputed=tuple(replace(policy, costs=change(policy.costs)) for policy in self.recomputed)
         )
-
-
-_SEGMENT_BYTES = tuple(field.name for field in fields(Segment) if field.name.endswith("_bytes"))
-
-
-def _check_bytes(name: str, nbytes: float) -> None:
-    """Raise a ValueError for bytes of one sample that no device holds."""
-    if not abs(nbytes) <= MOST_BYTES:
-        raise ValueError(f"{name}={nbytes:.3g} bytes for one sample; it must be at most {MOST_BYTES}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,9 +353,6 @@ class ModelDescription(BlockForms):
     """Whether the model or its script recomputes blocks, and not the plan."""
 
     def __post_init__(self) -> None:
-        _check_bytes("ModelDescription.buffer_bytes + other_bytes", self.buffer_bytes + self.other_bytes)
-        _check_bytes("ModelDescription.input_bytes", self.input_bytes(1))
-        _check_bytes("ModelDescription.output_bytes", self.output_bytes(1))
         counts, units = Counter(unit.fqn for unit in self.units), range(len(self.units))
         twice = next((shown_name(fqn) for fqn, count in counts.items() if count > 1), None)
         unknown = next((segment.unit for segment in self.segments if segment.unit not in units), None)

@@ -15,6 +15,7 @@ from ..planner.files import plain
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.search.search import bounds, search
+from ..planner.search.timeline import MOST_BYTES
 from ..planner.space import search_spaces
 from ..quantities import format_bytes
 from .content import Content, report_content, unit_rows
@@ -22,7 +23,6 @@ from .plan_file import PlanInputs, plan_file_content
 
 _GAIN = 1.001
 """Throughput ratio above which a change counts as a gain; smaller gains are rounding errors of the objective."""
-_UNLIMITED = 2**60 - 1
 BINDING = 3
 """Moments of a proof."""
 
@@ -38,7 +38,7 @@ def explain(plan: Plan, inputs: PlanInputs) -> Content:
     content, limit = report_content(plan, inputs), plan.memory_limit_bytes
     if inputs.hardware is None:
         return {**content, "bottleneck": None}
-    problem = inputs.problem(limit or _UNLIMITED, plan.strategy)
+    problem = inputs.problem(limit or MOST_BYTES, plan.strategy)
     layouts = plan.layouts(inputs.description)
     timer = UnitTimer(inputs.description, inputs.hardware, inputs.job, plan.batch)
     times = [timer(i, own) for i, own in enumerate(layouts)]
@@ -123,7 +123,7 @@ def _find_bottleneck(samples_per_s: float, problem: PlanningProblem) -> Content:
     Each is relaxed alone: no memory limit; any micro-batch size; twice the global batch under the same limit.
     """
     job = problem.job
-    relaxed = {"memory": replace(problem, memory_limit_bytes=_UNLIMITED)}
+    relaxed = {"memory": replace(problem, memory_limit_bytes=MOST_BYTES)}
     if job.micro_batch_size is not None:
         relaxed["micro-batch"] = replace(problem, job=replace(job, micro_batch_size=None))
     relaxed["batch"] = replace(problem, job=replace(job, global_batch_size=2 * job.global_batch_size))

@@ -5,6 +5,7 @@ import json
 import random
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 from hf_osdp.errors import OSDPError, PlanError, ProfileError
+from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.hardware import (
     Collective,
     CollectiveTiming,
@@ -164,3 +166,15 @@ def test_bytes_lost_or_put_in_are_read_or_refused(kind, begin, end, put):
     if is_read_or_refused(kind, changed) and kind == "plan" and b'"fingerprint"' in changed:
         assert Plan.from_json(changed).fingerprint == PLAN.fingerprint, "what was changed would be told by it"
     assert low == len(text) or not is_read_or_refused(kind, text[:low])
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("name", ["kept_bytes", "saved_bytes", "gradient_bytes"])
+def test_no_plan_without_a_limit_is_proven_by_leaving_out_options_that_no_device_holds(name, number):
+    """`checked` in conftest.py verifies each plan that the search calls proven."""
+    segments = [
+        replace(one, **{name: Affine(constant=1e18)}) if index == number else one
+        for index, one in enumerate(MODEL.segments)
+    ]
+    inputs = PlanInputs(description=replace(MODEL, segments=tuple(segments)), job=JOB, hardware=FULL)
+    assert explain(PLAN, inputs)["bottleneck"]["kind"] != "memory"

@@ -19,13 +19,16 @@ from ..cost.moments import (
 from ..cost.timing import UnitTimer
 from ..cost.units import gradients_arriving, once_per_shape, shape_ids, unit_bytes
 from ..decision import Batch, Space, UnitLayout, groups_of
-from ..description import MOST_BYTES, GatherSpan
+from ..description import GatherSpan
 from ..placement import Activations, activation_choices
 from ..problem import PlanningProblem
 from .options import Option, Part, RootSegment, Timeline, UnitGroup, undominated
 
 SHORT_ROW = 8
 """Longest row of equal units that is searched unit by unit; in a longer row only the first and the last unit are."""
+MOST_BYTES = 2**48
+"""Largest option in bytes, and with it the highest limit under which all are searched. No device holds more, and the
+sum over all units must not overflow in the solver."""
 
 
 class BatchCosts:

@@ -1,15 +1,12 @@
 """Affine costs and their envelopes, splits and recomputations, and what a description refuses."""
 
 import itertools
-from dataclasses import replace
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_osdp.planner.affine import Affine, Envelope
-from hf_osdp.planner.description import PhaseCost, Segment
-from tests.helpers.descriptions import linear_envelope, transformer
+from tests.helpers.descriptions import linear_envelope
 
 constants, slopes = (st.integers(0, most).map(float) for most in (10**9, 10**6))
 moments = st.lists(st.builds(Affine, constant=constants, per_sample=slopes), min_size=1, max_size=30)
@@ -39,14 +36,3 @@ def test_bytes_are_rounded_up_and_never_negative():
     assert Envelope.above([]).bytes(7) == Envelope().bytes(7) == 0
     line = linear_envelope(constant=10, per_sample=5)
     assert [line.scaled(0.5, constants=constants).bytes(2) for constants in (True, False)] == [10, 15]
-
-
-@pytest.mark.parametrize("name", ["kept_bytes", "saved_bytes", "sent_bytes"])
-def test_bytes_that_no_device_holds_are_refused(name):
-    assert Segment(unit=0, **{name: Affine(constant=2.0**48)})
-    with pytest.raises(ValueError, match=rf"Segment\.{name}=1e\+18 bytes for one sample; it must be at most"):
-        Segment(unit=0, **{name: Affine(per_sample=1e18)})
-    with pytest.raises(ValueError, match=r"PhaseCost\.peak_bytes=1e\+18 bytes"):
-        Segment(unit=0, backward=PhaseCost(peak_bytes=Envelope(pieces=(Affine(constant=1e18),))))
-    with pytest.raises(ValueError, match=r"ModelDescription\.input_bytes=1e\+18 bytes"):
-        replace(transformer(layers=1), input_bytes=Affine(constant=1e18))

@@ -127,7 +127,7 @@ def test_front_rises_from_least_memory_by_fastest_points(monkeypatch):
 def test_search_never_solves_for_options_that_no_device_holds():
     """The solver's whole numbers have 63 bits."""
     model, job = at_random(3, kinds=1, blocks=3, recomputable=True), TrainingJob(global_batch_size=4)
-    huge = tuple(replace(s, saved_bytes=Affine(per_sample=2.0**48)) if s.recomputed else s for s in model.segments)
+    huge = tuple(replace(s, saved_bytes=Affine(per_sample=1e30)) if s.recomputed else s for s in model.segments)
     least = least_memory(problem(model, machine(1, 1), job))
     found = search(problem(replace(model, segments=huge), machine(1, 1), job, 2 * least))
     blocks = [unit for unit in found.plan.units if unit.fqn.startswith("b")]
