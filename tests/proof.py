@@ -186,7 +186,7 @@ class _NotAhead(UnitBytes):
     """
 
     __slots__ = ()
-    prefetched = 0
+    prefetched = issued = 0
 
 
 def _not_ahead(terms: UnitBytes) -> UnitBytes:

@@ -14,6 +14,7 @@ from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import GatherSpan, ModelDescription, Segment
 from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+from hf_osdp.planner.wire import WireFormat
 from tests.helpers.descriptions import at_random
 from tests.helpers.properties import holds
 from tests.helpers.random_problems import without_root
@@ -46,6 +47,7 @@ class Sums:
         self.managed = [i for i, choice in enumerate(choices) if choice.shard_size > 1 or choice.on_host]
         self.late = [i for i in self.passing if description.units[i].ends_late and i in self.managed]
         self.at_end = sorted([*self.whole, *self.late])
+        self.shares = {i: len(unit.module_names) for i, unit in enumerate(description.units)}
         self.first = {unit: self.where.index(unit) for unit in self.passing}
         flags = [i in self.managed for i in range(len(choices))]
         self.next_gather = gathered_ahead(description, flags)
@@ -79,6 +81,17 @@ class Sums:
         unit = None if began is None else self.next_gather[began]
         return 0 if unit is None else self.units[unit].prefetched
 
+    def stage(self, i: int) -> int:
+        """What is beside the gather that FSDP2 prefetches when segment i begins its backward; the root, whose modules
+        contain the others, begins in its last.
+        """
+        unit = self.where[i]
+        runs_whole = self.where.count(unit) >= self.shares[unit]
+        shared = unit in self.whole and self.description.units[unit].fqn and runs_whole
+        issues = unit in self.managed and (unit in self.passing or shared or i == len(self.where) - 1)
+        target = self.next_gather[i] if issues else None
+        return 0 if target is None or self.units[target].kept else self.units[target].gather_stage
+
     def forward(self) -> Iterator[tuple]:
         for unit in (u for u in self.whole if self.units[u].copy_out):
             buffer = max(self.units[u].gather_buffer for u in self.whole)
@@ -95,7 +108,9 @@ class Sums:
             )
             own = buffer
             if unit not in self.whole:
-                gather = there + buffer + terms.gather_buffer + terms.gathered + terms.copy_out
+                gather = (
+                    there + buffer + terms.gather_buffer + max(terms.gathered + terms.copy_out, terms.gather_stage)
+                )
                 yield self.moment(
                     "forward: gather", unit, gathered=gather, activations=self.saved(i), gradients=0, buffers=0
                 )
@@ -147,9 +162,15 @@ class Sums:
             level = dict(activations=self.saved(i + 1) + self.kept(i + 1), gradients=self.gradients(i))
             own = 0
             if unit not in self.whole:
-                own, cast = (0, 0) if terms.kept else (terms.gathered, terms.cast_buffer)
+                cast = terms.cast_buffer + max(terms.copy_out, terms.gather_stage - terms.gathered)
+                own, cast = (0, 0) if terms.kept else (terms.gathered, cast)
                 yield self.moment(
                     "backward: gather", unit, gathered=there + own + terms.prefetched, buffers=buffers + tail + cast,
+                    **level,
+                )  # fmt: skip
+            if stage := self.stage(i):
+                yield self.moment(
+                    "backward: gather", unit, gathered=there + own + self.ahead(i), buffers=buffers + tail + stage,
                     **level,
                 )  # fmt: skip
             own_peak = self.bytes[i].adding_peak if terms.adds else self.bytes[i].backward_peak
@@ -214,14 +235,16 @@ def random_choices(dice, description, world_size, batch) -> list[UnitLayout]:
     found = []
     for index, unit in enumerate(description.units):
         sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
-        layout = dice.choice(layouts_for(unit.span, sizes, reshard_after_forward=None, stage_sizes=(1,)))
+        layout = dice.choice(layouts_for(unit.span, sizes, reshard_after_forward=None, stage_sizes=(1, 2)))
         hold = batch.accumulation_steps > 1 and dice.random() < 0.5
         kept = dice.choice(Activations.BASIC) if index in description.recomputable else Activations.SAVE
         away = dice.random() < 0.2
         states = not away and dice.random() < 0.2
+        wire = WireFormat.INT8 if layout.shard_size > 1 and dice.random() < 0.3 else None
         found.append(
-            replace(layout, reduce_every_micro_step=not hold, activations=kept, on_host=away, states_on_host=states)
-        )
+            replace(layout, reduce_every_micro_step=not hold, activations=kept, on_host=away, states_on_host=states,
+                gather_wire=wire)
+        )  # fmt: skip
     return found
 
 

@@ -187,6 +187,6 @@ def _after_a_batch(units: Sequence[UnitBytes]) -> tuple[list[UnitBytes], int]:
     """
     stays = sum(unit.kept for unit in units)
     return [
-        replace(unit, kept=0, gathered=0, gather_buffer=0, cast_buffer=0, copy_out=0) if unit.kept else unit
+        replace(unit, kept=0, gathered=0, gather_buffer=0, gather_stage=0, copy_out=0) if unit.kept else unit
         for unit in units
     ], stays

@@ -12,7 +12,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ..decision import Batch
 from ..description import GatherSpan, ModelDescription, Segment
@@ -144,13 +144,15 @@ class CallMoments(Generic[Summand]):
     """
 
     copy_out: Summand
-    """While parameters are copied out of the gather's buffer in forward."""
+    """While parameters are gathered and copied out of the gather's buffer in forward."""
     forward: Summand
     """In forward, without the gather's buffer."""
     left_by_forward: Summand
     """f: saved activations and kept parameters."""
     gather: Summand
-    """While parameters are gathered in backward."""
+    """The same in backward."""
+    gathered: Summand
+    """With these parameters, when a gather ahead is issued."""
     computing: tuple[Summand, ...]
     """In backward beside the reduce buffer of another unit: until gradients are reduced; of a replica also then,
     before they are freed and with the result."""
@@ -163,14 +165,15 @@ class CallMoments(Generic[Summand]):
 EARLIER = "earlier"
 """Begins the phases of backward in an earlier micro-step."""
 NO_CALL: CallMoments[int] = CallMoments(
-    copy_out=0, forward=0, left_by_forward=0, gather=0, computing=(0,), reducing=(0,), left_by_backward=0
+    copy_out=0, forward=0, left_by_forward=0, gather=0, gathered=0, computing=(0,), reducing=(0,), left_by_backward=0
 )
 """Of a unit that is gathered for the whole step, or never runs."""
 
 
 def call_moments(unit: UnitBytes, segment: SegmentBytes, of: Callable[..., Bytes]) -> CallMoments[Bytes]:
     """Return the moments of a call; `of` makes bytes of kinds."""
-    own, cast = (0, 0) if unit.kept else (unit.gathered, unit.cast_buffer)
+    copied = max(unit.gathered + unit.copy_out, unit.gather_stage)
+    own, cast = (0, 0) if unit.kept else (unit.gathered, unit.cast_buffer + copied - unit.gathered)
     forward = of(activations=segment.saved, gathered=unit.kept)
     reductions: tuple[Bytes, ...] = ()
     if unit.at_end:
@@ -185,10 +188,11 @@ def call_moments(unit: UnitBytes, segment: SegmentBytes, of: Callable[..., Bytes
         )
     compute = of(activations=segment.peak(unit), gathered=own)
     return CallMoments(
-        copy_out=of(gathered=unit.gather_buffer + unit.gathered + unit.copy_out),
+        copy_out=of(gathered=unit.gather_buffer + copied),
         forward=of(activations=segment.forward_peak, gathered=unit.gathered),
         left_by_forward=forward,
         gather=of(gathered=own + unit.prefetched, buffers=cast),
+        gathered=of(gathered=own),
         computing=tuple(itertools.chain([compute], () if unit.managed else reductions)),
         reducing=reductions if unit.managed else (),
         left_by_backward=backward,
@@ -209,11 +213,15 @@ def forward_moments(call: CallMoments[Summand], before: Summand, buffer: Summand
     yield "forward", buffer + call.forward
 
 
-def backward_moments(call: CallMoments[Summand], tail: Summand, ahead: Summand) -> Iterator[tuple[str, Summand]]:
+def backward_moments(
+    call: CallMoments[Summand], tail: Summand, ahead: Summand, issued: Summand | None
+) -> Iterator[tuple[str, Summand]]:
     """Yield phase and bytes of a call's backward above the level before it, beside a reduce buffer in flight (`tail`)
-    and a prefetched gather (`ahead`).
+    and a prefetched gather (`ahead`); `issued` are the bytes of this gather while it is issued, if they are more.
     """
     yield "backward: gather", tail + call.gather
+    if issued is not None:
+        yield "backward: gather", tail + call.gathered + issued
     for number, moment in enumerate(call.computing):
         yield "backward: reduce" if number else "backward", tail + ahead + moment
     for moment in call.reducing:
@@ -267,9 +275,10 @@ def contributions(unit: UnitBytes, call: CallMoments[int] | None) -> tuple[int, 
     else:
         left, after = held + call.left_by_forward, held + call.left_by_backward
         forward = (held + nbytes for _, nbytes in forward_moments(call, 0, unit.gather_buffer))
-        backward = (left + nbytes for _, nbytes in backward_moments(call, 0, 0))
-        buffers = (left + unit.gather_buffer, left + unit.prefetched, after + (0 if unit.at_end else unit.reduce_tail))
-        found = [held, *forward, left, *backward, after, *buffers]
+        backward = (left + nbytes for _, nbytes in backward_moments(call, 0, 0, 0))
+        buffers = (left + unit.gather_buffer, left + unit.prefetched, left + unit.issued)
+        tail = after + (0 if unit.at_end else unit.reduce_tail)
+        found = [held, *forward, left, *backward, after, *buffers, tail]
         ended = [after]
     end = end_moments(unit, all_kinds)
     for level in ended:
@@ -362,16 +371,19 @@ def _whole_backward(
     FSDP2 keeps until its end.
     """
     arriving, reduced, uses = gradients_arriving(description, job), 0, calls_of(description)
-    in_flight, ahead_of = _buffers_beside(description, units)
+    beside = _buffers_beside(description, units)
     rows = list(zip(description.segments, segments, calls, strict=True))
     for index, (segment, terms, call) in reversed(list(enumerate(rows))):
-        number, ahead, tail = segment.unit, of(gathered=ahead_of[index]), of(buffers=in_flight[index])
+        number, ahead, tail = segment.unit, of(gathered=beside.ahead[index]), of(buffers=beside.in_flight[index])
+        issued = ahead + of(buffers=stage) if (stage := beside.stages[index]) else None
         if call is None:
+            if issued is not None:
+                yield "backward: gather", number, level + tail + issued
             yield "backward", number, level + of(activations=terms.peak(units[number])) + ahead + tail
             come = sum(units[i].coming(nbytes) for i, nbytes in arriving[index].items())
             level = level + of(activations=terms.kept - terms.saved, gradients=come)
             continue
-        for phase, nbytes in backward_moments(call, tail, ahead):
+        for phase, nbytes in backward_moments(call, tail, ahead, issued):
             yield phase, number, level + nbytes
         reduced += 0 if units[number].at_end else units[number].reduced_after
         level = level - call.left_by_forward + call.left_by_backward
@@ -386,6 +398,18 @@ def _whole_backward(
     return level - of(buffers=reduced)
 
 
+class _Beside(NamedTuple):
+    """Bytes of other units beside each segment's backward."""
+
+    in_flight: list[int]
+    """The reduce input of the unit whose backward ended before, or of one before that which was left
+    (`leaves_tail`)."""
+    ahead: list[int]
+    """The gather that is prefetched when the segment's backward begins, or began before and is not used yet."""
+    stages: list[int]
+    """What is beside this gather while it is issued."""
+
+
 def _gather_buffers(description: ModelDescription, units: Sequence[UnitBytes]) -> list[int]:
     """Return for each segment the gather buffer of the unit before, which FSDP2 frees after it has copied the unit out
     of its own, and at last that at the end of forward. Units that FSDP2 does not manage leave them where they are.
@@ -398,11 +422,8 @@ def _gather_buffers(description: ModelDescription, units: Sequence[UnitBytes]) -
     return gathered
 
 
-def _buffers_beside(description: ModelDescription, units: Sequence[UnitBytes]) -> tuple[list[int], list[int]]:
-    """Return for each segment FSDP2's buffers of other units beside its backward: the reduce input of the unit whose
-    backward ended before, or of one before that which was left (`leaves_tail`); and the gather that is prefetched when
-    its backward begins, or began before and is not used yet.
-    """
+def _buffers_beside(description: ModelDescription, units: Sequence[UnitBytes]) -> _Beside:
+    """Return FSDP2's buffers of other units beside each segment's backward."""
     in_flight, ahead = [0], [0]
     prefetches = gathered_ahead(description, [unit.managed for unit in units])
     for segment, before in zip(reversed(description.segments), reversed(prefetches), strict=True):
@@ -411,7 +432,22 @@ def _buffers_beside(description: ModelDescription, units: Sequence[UnitBytes]) -
         in_use = description.units[segment.unit].span is GatherSpan.USE
         leaves = not in_use or unit.at_end or unit.leaves_tail
         in_flight.append(in_flight[-1] if leaves else unit.reduce_tail)
-    return in_flight[-2::-1], ahead[:0:-1]
+    return _Beside(in_flight[-2::-1], ahead[:0:-1], _stages(description, units, prefetches))
+
+
+def _stages(description: ModelDescription, units: Sequence[UnitBytes], prefetches: Sequence[int | None]) -> list[int]:
+    """Return for each segment the bytes beside the prefetched gather while it is issued, which is done by each call of
+    a unit that FSDP2 manages; by the root, whose call contains the others, in its last segment.
+    """
+    found = [0] * len(prefetches)
+    if any(unit.gather_stage for unit in units):
+        issues = hiding(description)
+        issues[-1] = True
+        for index, (segment, before) in enumerate(zip(description.segments, prefetches, strict=True)):
+            in_use = description.units[segment.unit].span is GatherSpan.USE
+            if before is not None and units[segment.unit].managed and (in_use or issues[index]):
+                found[index] = units[before].issued - units[before].prefetched
+    return found
 
 
 def resident_bytes(description: ModelDescription, job: TrainingJob, samples: int, of: Callable[..., Bytes]) -> Bytes:

@@ -54,10 +54,10 @@ class UnitBytes:
     """Unsharded parameters in the compute dtype."""
     gather_buffer: int = 0
     """Output of the all-gather before it is copied out; 0 if nothing is sent."""
+    gather_stage: int = 0
+    """Bytes beside the gather buffer while the gather runs: codes of fewer bits, and the buffer between two stages."""
     cast_buffer: int = 0
-    """Further bytes of a gather in backward: parameters that are cast or copied to the device, the buffer between two
-    stages, and `copy_out`.
-    """
+    """Bytes beside whole parameters while they are copied from the host and cast."""
     copy_out: int = 0
     """Temporaries of the copy out of the gather's buffer: parameters that are not sharded along dimension 0."""
     unsharded_gradients: int
@@ -104,7 +104,7 @@ class UnitBytes:
         less: dict[str, Any] = {name: value // size for name, value in zip(_TERMS, _terms(self), strict=True)}
         less |= {name: -(-getattr(self, name) // size) for name in _TERMS if name in _LOWERING}
         if 0 < self.kept < size:  # they seem to be freed, and then would be gathered once more
-            less |= {"gather_buffer": 0, "cast_buffer": 0}
+            less |= {"gather_buffer": 0, "gather_stage": 0, "cast_buffer": 0}
         return replace(self, **less, earlier=self.earlier and self.earlier.in_units(size))
 
     @classmethod
@@ -115,8 +115,8 @@ class UnitBytes:
             name: max(column) if name in _LOWERING else min(column)
             for name, column in zip(_NAMES, columns, strict=True)
         }
-        if any(one.kept for one in choices):  # what is kept is not cast again in backward
-            values["cast_buffer"] = 0
+        if any(one.kept for one in choices):  # what is kept is not gathered again in backward
+            values["gather_stage"] = values["cast_buffer"] = 0
         if len({one.at_end for one in choices}) > 1:  # a replica's gradients are reduced before
             values["unsharded_gradients"] = 0
         earlier = [one.earlier for one in choices if one.earlier is not None]
@@ -149,6 +149,11 @@ class UnitBytes:
         kept.
         """
         return 0 if self.kept else self.gather_buffer
+
+    @property
+    def issued(self) -> int:
+        """Bytes of that gather while it is issued, before the backward of the other unit computes."""
+        return 0 if self.kept else self.gather_buffer + self.gather_stage
 
 
 _NAMES = tuple(one.name for one in fields(UnitBytes) if one.name != "earlier")
@@ -265,7 +270,8 @@ def _managed_bytes(
         gradients_after=(whole if holds and earlier else gradients) - held,
         gathered=gathered,
         gather_buffer=gathered if g > 1 else 0,
-        cast_buffer=_cast_buffer(unit, layout, job, gather),
+        gather_stage=gather.gather_buffers() + (gathered // layout.stage_size if layout.two_stage else 0),
+        cast_buffer=_cast_buffer(unit, job) if g == 1 else 0,
         copy_out=_nbytes(_copied(unit.parameters, g), precision.gathered_dtype),
         unsharded_gradients=0 if joins and not unit.reduced_at_end else unsharded,
         joined=unsharded if joins and unit.reduced_at_end else 0,
@@ -462,17 +468,11 @@ def _copied(parameters: Iterable[ParameterSpec], g: int) -> list[ParameterSpec]:
     return [p for p in parameters if g > 1 and shard_dim(p.shape, g)]
 
 
-def _cast_buffer(unit: UnitDescription, layout: UnitLayout, job: TrainingJob, message: Message) -> int:
-    """Return the bytes of a gather beyond gathered parameters and gather buffer: codes, buffer between stages, casts,
-    copies. Those that the copy out of the buffer needs are allocated after codes and the other buffer are freed.
+def _cast_buffer(unit: UnitDescription, job: TrainingJob) -> int:
+    """Return the bytes beside whole parameters that are copied from the host, cast and put into place, one by one.
 
     Casts and copies of shards never exceed the later gather buffer, because FSDP2 makes them before the gather.
-    Whole parameters are copied from the host, cast and copied into place, one after the other.
     """
-    if (g := layout.shard_size) > 1:
-        codes, gathered = message.gather_buffers(), job.precision.gathered_dtype
-        stage = _nbytes(unit.parameters, gathered, g) // layout.stage_size if layout.two_stage else 0
-        return max(codes + stage, _nbytes(_copied(unit.parameters, g), gathered))
     highest = done = 0
     for p in unit.parameters:
         whole, brought = p.numel * job.precision.gathered_dtype(p).itemsize, p.numel * p.dtype.itemsize

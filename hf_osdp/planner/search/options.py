@@ -73,7 +73,7 @@ class Option:
         return max(
             nbytes
             for one in self.micro_steps
-            for _, nbytes in backward_moments(one.call, one.bytes.reduce_tail, one.bytes.prefetched)
+            for _, nbytes in backward_moments(one.call, one.bytes.reduce_tail, one.bytes.prefetched, one.bytes.issued)
         )
 
     @property

@@ -20,7 +20,7 @@ exists, and are many. What the program leaves out, the walk through a plan finds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -70,10 +70,11 @@ class Program(IntegerModel):
         self._timeline = timeline
         self._enter(self._groups)
         options = [option for group in self._groups for option in group.options]
-        self._most = {value: max(map(value, options)) for value in (_gather_buffer, _prefetched, _reduce_tail)}
-        self._nearest: list[list[Bytes]] = []
-        """Bytes prefetched for the nearest unit before that FSDP2 manages: for each run of a part in the order of
-        backward, at last for its first unit."""
+        values = (_gather_buffer, _prefetched, _issued, _reduce_tail)
+        self._most = {value: max(map(value, options)) for value in values}
+        self._prefetched = self._nearest(_prefetched)
+        self._has_stages = any(option.bytes.gather_stage for option in options)
+        self._issued = self._nearest(_issued) if self._has_stages else self._prefetched
         self._constrain_host()
         level = self._constrain_forward()
         if earlier:
@@ -176,28 +177,37 @@ class Program(IntegerModel):
         for own in self._whole_step:
             if any(option.bytes.copy_out for option in own.group.options):
                 self._fits(level + buffer + own.of_last(lambda o: o.bytes.copy_out))
-        nearest: Bytes = 0
         for part in self._parts:
             if isinstance(part, RootSegment):
-                self._nearest.append([nearest])
                 self._fits(level + part.bytes.forward_peak + buffer)
                 level = level + part.bytes.saved
-                if part.hides:
-                    own = self._of_unit[part.unit]
-                    nearest = self._passed(own, own.of_last, 0, nearest, _prefetched)
                 continue
-            self._nearest.append(self._before_runs(part, nearest))
             before, first, last = buffer, _call_of(part.of_first), _call_of(part.of_last)
             after = self._as_variable(level + part.total(lambda o: o.call.left_by_forward))
             if len(part.group.units) > 1:
                 self._forward(level, first, before, 0)
                 level, before = after - last.left_by_forward, self._constrain_forward_runs(part, level, before)
-                nearest = self._nearest[-1][0]
             buffer = self._passed(part, part.of_last, part.of_last(_gather_buffer), before, _gather_buffer)
             self._forward(level, last, before if len(part.group.units) == 1 else 0, buffer)
-            nearest = self._passed(part, part.of_last, part.of_last(_prefetched), nearest, _prefetched)
             level = after
         return level
+
+    def _nearest(self, value: Value) -> list[list[Bytes]]:
+        """Return for each part a value of the nearest unit before that FSDP2 manages, whose gather is prefetched: for
+        each run in the order of backward, at last for the part's first unit.
+        """
+        found: list[list[Bytes]] = []
+        nearest: Bytes = 0
+        for part in self._parts:
+            if isinstance(part, RootSegment):
+                found.append([nearest])
+                if part.hides:
+                    own = self._of_unit[part.unit]
+                    nearest = self._passed(own, own.of_last, 0, nearest, value)
+                continue
+            found.append(self._before_runs(part, nearest, value))
+            nearest = self._passed(part, part.of_last, part.of_last(value), found[-1][0], value)
+        return found
 
     def _constrain_forward_runs(self, part: GroupCounts, level: Bytes, before: Bytes) -> Bytes:
         """Constrain the runs of a group in forward; return the least gather buffer after it, given that before it.
@@ -225,10 +235,13 @@ class Program(IntegerModel):
         """Constrain the moments of backward; return the level at its end."""
         tail: Bytes = 0
         ahead: Bytes = 0
-        for part, nearest in zip(reversed(self._parts), reversed(self._nearest), strict=True):
+        gathers = zip(self._parts, self._prefetched, self._issued, strict=True)
+        for part, nearest, issued in reversed(list(gathers)):
             if isinstance(part, RootSegment):
                 own = self._of_unit[part.unit]
-                ahead = self._ahead(own, nearest[-1], ahead)
+                ahead, issue = self._ahead(own, nearest[-1], ahead), self._issue(own, issued[-1])
+                if self._has_stages and (part.hides or part is self._parts[-1]):
+                    self._fits(level + tail + issue)
                 self._fits(level + own.total(partial(_peak, part.bytes)) + tail + ahead)
                 level = level - part.bytes.saved + part.bytes.kept
                 for unit, nbytes in part.gradients.items():
@@ -237,11 +250,11 @@ class Program(IntegerModel):
             after = self._as_variable(level + part.total(lambda o: o.change))
             before = tail
             if len(part.group.units) > 1:
-                self._backward(level, _call_of(part.of_last), tail, 0)
-                tail, ahead = self._constrain_backward_runs(part, level, tail, ahead, nearest)
+                self._backward(level, _call_of(part.of_last), tail, 0, 0)
+                tail, ahead = self._constrain_backward_runs(part, level, tail, ahead, nearest, issued)
                 before = min(map(_reduce_tail, part.group.options))  # when the first unit's backward begins
-            ahead = self._ahead(part, nearest[-1], ahead)
-            self._backward(after - part.of_first(lambda o: o.change), _call_of(part.of_first), before, ahead)
+            ahead, issue = self._ahead(part, nearest[-1], ahead), self._issue(part, issued[-1])
+            self._backward(after - part.of_first(lambda o: o.change), _call_of(part.of_first), before, ahead, issue)
             if not part.group.ends_late:
                 tail = self._passed(part, part.of_first, part.of_first(_reduce_tail), tail, _reduce_tail, _leaves_tail)
             level = after
@@ -250,7 +263,13 @@ class Program(IntegerModel):
         return level + self._sum(idle, lambda o: o.bytes.unsharded_gradients)
 
     def _constrain_backward_runs(
-        self, part: GroupCounts, level: Bytes, tail: Bytes, ahead: Bytes, nearest: list[Bytes]
+        self,
+        part: GroupCounts,
+        level: Bytes,
+        tail: Bytes,
+        ahead: Bytes,
+        nearest: Sequence[Bytes],
+        issued: Sequence[Bytes],
     ) -> tuple[Bytes, Bytes]:
         """Constrain the runs of a group: the level changes evenly within a run, so that its peak is at its first unit
         or near its last. Return the least reduce buffer in flight and prefetched bytes after it.
@@ -258,42 +277,48 @@ class Program(IntegerModel):
         While the first unit computes, the reduce buffer of the run before is in flight; for the other units it is that
         of their own run. Replicas and units that hold gradients leave it.
         """
-        for (option, x, used), following in zip(part.runs(), nearest[1:], strict=False):
+        for (option, x, used), following, issue in zip(part.runs(), nearest[1:], issued[1:], strict=False):
             call, change = option.call, option.change
             own: Bytes = tail if option.bytes.leaves_tail else option.bytes.reduce_tail
-            end, ahead_of_next = level + change * x, option.bytes.prefetched
+            end, of_next = level + change * x, (option.bytes.prefetched, option.bytes.issued)
             if (part.group.units, option.layout) in self._runs:
                 level = self._as_variable(level)
                 end = level + change * x
                 twice, thrice = self._at_least(x, 2), self._at_least(x, 3)
                 if option.bytes.managed:
-                    self._backward(level, call, tail, following, used, ~twice)
-                    self._backward(level, call, tail, ahead_of_next, twice)
-                    self._backward(level + change, call, own, ahead_of_next, thrice)
-                    self._backward(end - 2 * change, call, own, ahead_of_next, thrice)
-                    self._backward(end - change, call, own, following, twice)
+                    self._backward(level, call, tail, following, issue, used, ~twice)
+                    self._backward(level, call, tail, *of_next, twice)
+                    self._backward(level + change, call, own, *of_next, thrice)
+                    self._backward(end - 2 * change, call, own, *of_next, thrice)
+                    self._backward(end - change, call, own, following, issue, twice)
                 else:
-                    self._backward(level, call, tail, ahead, used)
-                    self._backward(end - change, call, tail, ahead, twice)
+                    self._backward(level, call, tail, ahead, 0, used)
+                    self._backward(end - change, call, tail, ahead, 0, twice)
             level = end
             tail = tail if option.bytes.leaves_tail else self._latest(used, own, tail)
             ahead = self._latest(used, following, ahead) if option.bytes.managed else ahead
         return tail, ahead
 
     def _backward(
-        self, level: Bytes, call: CallMoments[Any], tail: Bytes, ahead: Bytes, *literals: cp_model.BoolVarT
+        self,
+        level: Bytes,
+        call: CallMoments[Any],
+        tail: Bytes,
+        ahead: Bytes,
+        issued: Bytes,
+        *literals: cp_model.BoolVarT,
     ) -> None:
-        for _, nbytes in backward_moments(call, tail, ahead):
+        for _, nbytes in backward_moments(call, tail, ahead, issued if self._has_stages else None):
             self._fits(level + nbytes, *literals)
 
-    def _before_runs(self, part: GroupCounts, nearest: Bytes) -> list[Bytes]:
-        """Return the least bytes prefetched for the nearest unit before each run of a group that FSDP2 manages, in the
-        order of backward, and those before its first unit, given the latter.
+    def _before_runs(self, part: GroupCounts, nearest: Bytes, value: Value) -> list[Bytes]:
+        """Return the least `value` of the nearest unit that FSDP2 manages before each run of a group, in the order of
+        backward, and of that before its first unit, given the latter.
         """
         found = [nearest]
         for option, _, used in reversed(part.runs() if len(part.group.units) > 1 else []):
             last = found[-1]
-            found.append(self._latest(used, option.bytes.prefetched, last) if option.bytes.managed else last)
+            found.append(self._latest(used, value(option), last) if option.bytes.managed else last)
         return found[::-1]
 
     def _passed(
@@ -324,6 +349,12 @@ class Program(IntegerModel):
         own = nearest - self._most[_prefetched] * part.of_first(_is_replica)
         return self._passed(part, part.of_first, own, ahead, _prefetched)
 
+    def _issue(self, part: GroupCounts, issued: Bytes) -> Bytes:
+        """Return the bytes that a group's first unit issues ahead, given those of the nearest unit before: a replica
+        issues none.
+        """
+        return issued - self._most[_issued] * part.of_first(_is_replica)
+
     def _constrain_end(self, level: Bytes) -> Bytes:
         """Constrain the last reductions, of units gathered for the whole step, one by one; return the level after them
         without what FSDP2 keeps until then.
@@ -345,6 +376,7 @@ class Program(IntegerModel):
 
 _gather_buffer: Value = attrgetter("bytes.gather_buffer")
 _prefetched: Value = attrgetter("bytes.prefetched")
+_issued: Value = attrgetter("bytes.issued")
 _reduce_tail: Value = attrgetter("bytes.reduce_tail")
 _gradients_held: Value = attrgetter("bytes.gradients_held")
 
@@ -376,6 +408,7 @@ def _call_of(picked: Picked) -> CallMoments[Any]:
         forward=picked(lambda o: o.call.forward),
         left_by_forward=picked(lambda o: o.call.left_by_forward),
         gather=picked(lambda o: o.call.gather),
+        gathered=picked(lambda o: o.call.gathered),
         computing=(picked(lambda o: o.call.computing[0]),),
         reducing=(picked(lambda o: o.call.reducing[0]),),
         left_by_backward=picked(lambda o: o.call.left_by_backward),

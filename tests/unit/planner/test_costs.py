@@ -65,7 +65,7 @@ SHARDED = UnitBytes(
     last_gradient=32,  # of b: a loop variable of FSDP2's holds it
     reduce_tail=128,
 )  # fmt: skip
-IN_STAGES = replace(SHARDED, reduce_stage=64, cast_buffer=64)
+IN_STAGES = replace(SHARDED, reduce_stage=64, gather_stage=64)
 """Half of what is reduced or gathered inside a node of two."""
 
 
@@ -104,7 +104,7 @@ SOME_TERMS = {
     "two experts on four ranks: their other dimension": (
         dict(g=4, unit=STACK),
         dict(parameters=48 + 8, optimizer=112, gradients_after=56, gathered=224, gather_buffer=224, reduce_input=224,
-            copy_out=192, cast_buffer=192, reduce_copy=192, last_gradient=32 + 192),
+            copy_out=192, reduce_copy=192, last_gradient=32 + 192),
     ),
     "experts alone: the last gradient is the one that is copied": (dict(g=4, unit=unit_of(parameter("w", 2, 8, 3))),
         dict(last_gradient=192, reduce_copy=192)),
