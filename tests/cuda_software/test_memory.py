@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -127,20 +128,27 @@ TIED = {"Bert": ENCODER, "Electra": {**ENCODER, "embedding_size": 128}, "Falcon"
 """Models whose head has the embedding's weight, of few activations."""
 
 
-@pytest.mark.parametrize("steps", [2, 3])
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+HOLDING = [*product(["zero3"], ["no", "bf16"], [2, 3]), ("mixed", "no", 2), ("alternating", "no", 2)]
+"""Layouts, precisions and accumulation steps; alternating blocks gather in one and in two stages."""
+
+
+@pytest.mark.parametrize(("layout", "precision", "steps"), HOLDING)
 @pytest.mark.parametrize("name", TIED)
-def test_held_gradients_take_what_the_estimate_says(name, precision, steps):
-    """In the last of two micro-steps gradients of the blocks are shards where the embedding's come."""
+def test_held_gradients_take_what_the_estimate_says(name, layout, precision, steps):
+    """In the last of two micro-steps gradients of the blocks are shards where the embedding's come. A gather is issued
+    beside the unit before which it runs.
+    """
     architecture = f"{name}For{'CausalLM' if name == 'Falcon' else 'MaskedLM'}"
     model = gpu_memory.Model(
         config=f"{name}Config", architecture=architecture, sequence_length=16, samples=1, sizes=TIED[name]
     )
     with fake_process_group(gpu_memory.WORLD):
         setting = gpu_memory.setting_of(name, model, precision, torch.device("cuda", 0))
+        kinds = ["zero3", "two_stage"] if layout == "alternating" else [layout]
+        every = [choices_of_layout(kind, setting.description, gpu_memory.WORLD) for kind in kinds]
         layouts = [
-            replace(layout, reduce_every_micro_step=False)
-            for layout in choices_of_layout("zero3", setting.description, gpu_memory.WORLD)
+            replace(ways[number % len(ways)], reduce_every_micro_step=False)
+            for number, ways in enumerate(zip(*every, strict=True))
         ]
         batch = Batch(micro_batch_size=1, accumulation_steps=steps)
         plan = Plan.of(setting.description, layouts, batch, world_size=gpu_memory.WORLD)
@@ -149,4 +157,4 @@ def test_held_gradients_take_what_the_estimate_says(name, precision, steps):
         measured_peak(plan, setting)
         asked = torch.cuda.memory_stats()["requested_bytes.all.peak"] - CUBLAS_BYTES
     error = estimate_plan(plan, setting.description, setting.job).memory.peak_bytes / asked - 1
-    assert -1e-4 <= error <= 0.02
+    assert -1e-4 <= error <= 0.005
