@@ -49,11 +49,11 @@ def measured(monkeypatch, tmp_path) -> list[str]:
 
 def test_the_second_start_measures_memory_alone_and_says_so(measured, monkeypatch):
     first = measured_hardware("cpu")
-    monkeypatch.setattr(machine, "_memory_bytes", lambda device, communicator: (2**33, 2**50, 2**33, ""))
+    monkeypatch.setattr(machine, "_memory_bytes", lambda device, communicator: (2**33, 2**48, 2**33, ""))
     second = measured_hardware("cpu")
     assert measured == ["cpu"]
     assert second.device.source.startswith(f"{MEASURED_EARLIER}, 0 min ago")
-    assert (second.device.memory_bytes, second.device.reserved_bytes) == (2**33, 2**50), "others hold it now"
+    assert (second.device.memory_bytes, second.device.reserved_bytes) == (2**33, 2**48), "others hold it now"
     same = {"memory_bytes": 1, "reserved_bytes": 0, "source": ""}
     assert replace(second.device, **same) == replace(first.device, **same)
     monkeypatch.setattr(machine, "_memory_bytes", lambda device, communicator: (2**33, 0, 2**33, ""))
