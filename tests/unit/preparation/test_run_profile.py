@@ -1,4 +1,4 @@
-"""A run measures its machine and the blocks of its model: within the limit, kept on disk for a day, without a trace
+"""A run measures its machine and the blocks of its model: within the limit, kept on disk for a while, without a trace
 in the training.
 """
 
@@ -131,6 +131,15 @@ def test_run_measures_times_and_the_second_start_reads_them(model, timings):
     assert again.timing == "measured 0 min ago (1, 4 and 8 samples at once)"
     planned(model, sequence_length=12)
     assert len(timings) == 2, "another length has other times"
+
+
+def test_times_of_blocks_on_the_cpu_are_kept_for_minutes_and_the_machine_for_a_day(model, timings, tmp_path):
+    planned(model)
+    for file in tmp_path.rglob("*.json"):
+        os.utime(file, (time.time() - 11 * 60,) * 2)
+    again = planned(model).inputs
+    assert len(timings) == 2 and again.description.timing.startswith("measured (")
+    assert again.hardware.device.source.startswith(f"{MEASURED_EARLIER}, 11 min ago")
 
 
 class WithState(GPT2LMHeadModel):
