@@ -15,8 +15,8 @@ from hf_osdp.planner.space import search_spaces
 from hf_osdp.planner.training_job import TrainingJob
 from hf_osdp.report.content import report_content, unit_rows
 from hf_osdp.report.explain import BINDING, explain, prove
+from hf_osdp.report.explanations import proof_lines
 from hf_osdp.report.plan_file import PlanInputs
-from hf_osdp.report.tables import proof_lines
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem
