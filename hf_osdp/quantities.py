@@ -12,6 +12,10 @@ _UNIT_BYTES = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
+MOST_BYTES = 2**48
+"""Most memory of a device, a host or a limit, and largest option of a search. No machine has more, and sums over all
+units must not overflow in the solver.
+"""
 _LEAST_LIMIT = 1024
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
@@ -21,7 +25,7 @@ def parse_bytes(value: int | float | str, *, name: str = "memory_limit") -> int:
     `name`.
 
     Raises:
-        ValueError: the text is not a number with a known unit, or the amount is not between 1 byte and 2**60 bytes.
+        ValueError: the text is not a number with a known unit, or the amount is not between 1 byte and `MOST_BYTES`.
     """
     remedy = "write it as bytes or with a unit, for example 8GiB or 500MB"
     amount = (
@@ -35,8 +39,9 @@ def parse_bytes(value: int | float | str, *, name: str = "memory_limit") -> int:
         amount = float(match[1]) * _UNIT_BYTES[unit]
     if amount is None:
         raise ValueError(f"{name}={shown(value)} is not a number of bytes; {remedy}.")
-    if not 1 <= amount < 2**60:
-        raise ValueError(f"{name}={shown(value)} must be between 1 byte and 2**60 bytes; {remedy}.")
+    if not 1 <= amount <= MOST_BYTES:
+        most = f"{MOST_BYTES // 2**40} TiB"
+        raise ValueError(f"{name}={shown(value)} must be between 1 byte and {most}; {remedy}.")
     return int(amount)
 
 

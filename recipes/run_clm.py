@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 
+import reporting
 import shared
 import transformers
 from shared import AdapterArguments as ModelArguments
@@ -50,8 +51,8 @@ def main() -> None:
         data_collator=transformers.default_data_collator,
         osdp=osdp and {"sequence_length": block_size, **osdp},  # False is the stock Trainer
     )
-    trainer.add_callback(shared.JSONLog(trainer, block_size))
-    shared.train_and_save(trainer, resume, shared.print_perplexity)
+    trainer.add_callback(reporting.JSONLog(trainer, block_size))
+    reporting.train_and_save(trainer, resume, reporting.print_perplexity)
 
 
 if __name__ == "__main__":

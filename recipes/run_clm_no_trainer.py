@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import reporting
 import shared
 import torch
 import transformers
@@ -191,8 +192,8 @@ class Loop:
                 learning_rate=rate,
                 grad_norm=float(norm),
                 tokens_per_s=self.tokens_per_step * (self.step - self.logged) / (time.perf_counter() - self.since),
-                loss_scale=shared.loss_scale(self.accelerator.scaler),
-                free_device_memory_bytes=shared.free_memory(self.accelerator.device),
+                loss_scale=reporting.loss_scale(self.accelerator.scaler),
+                free_device_memory_bytes=reporting.free_memory(self.accelerator.device),
             )
             self.losses, self.since, self.logged = [], time.perf_counter(), self.step
         began = time.perf_counter()
@@ -207,7 +208,7 @@ class Loop:
         """Append a line to `log.jsonl`."""
         if self.accelerator.is_main_process:
             epoch = self.step / self.steps_per_epoch
-            shared.append_to_log(self.args.output_dir, {"step": self.step, "epoch": epoch, **figures})
+            reporting.append_to_log(self.args.output_dir, {"step": self.step, "epoch": epoch, **figures})
 
     @torch.no_grad()
     def evaluate(self) -> float:

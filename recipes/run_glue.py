@@ -19,6 +19,7 @@ from pathlib import Path
 
 import evaluate
 import numpy as np
+import reporting
 import shared
 import torch
 import transformers
@@ -116,8 +117,8 @@ def main() -> None:
         callbacks=[transformers.EarlyStoppingCallback(patience)] if patience else None,
         osdp=osdp and {"sequence_length": length, **osdp},  # False is the stock Trainer
     )
-    trainer.add_callback(shared.JSONLog(trainer))
-    shared.train_and_save(trainer, resume, partial(score, metric=data_args.metric))
+    trainer.add_callback(reporting.JSONLog(trainer))
+    reporting.train_and_save(trainer, resume, partial(score, metric=data_args.metric))
 
 
 def check(data_args: DataArguments, args: TrainingArguments) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
+import reporting
 import shared
 import torch
 import transformers
@@ -82,8 +83,8 @@ def main() -> None:
         compute_loss_func=mean_over_labels,
         osdp=osdp and {"sequence_length": block_size, **osdp},  # False is the stock Trainer
     )
-    trainer.add_callback(shared.JSONLog(trainer, block_size))
-    shared.train_and_save(trainer, resume, shared.print_perplexity)
+    trainer.add_callback(reporting.JSONLog(trainer, block_size))
+    reporting.train_and_save(trainer, resume, reporting.print_perplexity)
 
 
 def with_grouping(grouping: str | None, osdp: dict | bool) -> dict | bool:

@@ -15,8 +15,9 @@ from ..quantities import format_seconds
 from ..report.content import comparison_content, outcome_content, report_content
 from ..report.explain import explain as explain_plan
 from ..report.explain import prove
+from ..report.explanations import explanation_parts, proof_lines
 from ..report.plan_file import PlanInputs, plan_file_content, read_plan_file, write_json
-from ..report.tables import comparison_table, explanation_parts, plan_parts, proof_lines
+from ..report.tables import comparison_table, plan_parts
 from .cases import Case
 from .options import JsonFile, PlotFile, Request, option
 from .output import Output

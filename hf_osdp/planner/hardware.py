@@ -10,7 +10,7 @@ from fractions import Fraction
 from types import MappingProxyType
 
 from ..errors import HardwareError, shown
-from ..quantities import check_numbers, format_bytes
+from ..quantities import MOST_BYTES, check_numbers, format_bytes
 from .description import DType
 from .training_job import OptimizerStep
 
@@ -22,7 +22,6 @@ MOST_RANKS = 2**17
 """The search tries layouts for every divisor of the number of ranks."""
 _NOMINAL = 1.1
 """A card's nominal memory is at most this times what torch states of it."""
-_MOST_MEMORY_BYTES = 2**50
 CACHING_MARGIN, CACHING_BYTES = 0.02, 128 * 2**20
 """What of a limit stays free for gaps between tensors in torch's caching allocator: a share, and bytes whatever the
 limit.
@@ -112,8 +111,8 @@ class DeviceSpec:
             check_numbers(self, "attention_flops_per_s", above_zero=True)
         if not all(0 < rate < math.inf for rate in self.flops_per_s.values()):
             raise ValueError(f"Device {self.name!r}: FLOP/s must be finite and above 0.")
-        if (largest := max(self.memory_bytes, self.reserved_bytes, self.communicator_bytes)) > _MOST_MEMORY_BYTES:
-            raise ValueError(f"Device {self.name!r}: {largest} bytes of memory; the most are {_MOST_MEMORY_BYTES}.")
+        if (largest := max(self.memory_bytes, self.reserved_bytes, self.communicator_bytes)) > MOST_BYTES:
+            raise ValueError(f"Device {self.name!r}: {largest} bytes of memory; the most are {MOST_BYTES}.")
         object.__setattr__(self, "flops_per_s", MappingProxyType(dict(self.flops_per_s)))
 
     @property
@@ -164,8 +163,8 @@ class HostSpec:
         check_numbers(
             self, "memory_bytes", "to_device_bytes_per_s", "to_host_bytes_per_s", "update_bytes_per_s", above_zero=True
         )
-        if self.memory_bytes > _MOST_MEMORY_BYTES:
-            raise ValueError(f"A host of {self.memory_bytes} bytes; the most are {_MOST_MEMORY_BYTES}.")
+        if self.memory_bytes > MOST_BYTES:
+            raise ValueError(f"A host of {self.memory_bytes} bytes; the most are {MOST_BYTES}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

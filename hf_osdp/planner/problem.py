@@ -45,7 +45,7 @@ class PlanningProblem:
     """A model, the devices that train it, the training job, the memory limit and the strategy.
 
     Raises:
-        ValueError: the strategy is not known, or the limit is not a number of bytes from 1 to 2**60.
+        ValueError: the strategy is not known, or the limit is not a number of bytes from 1 to `MOST_BYTES`.
     """
 
     description: ModelDescription

@@ -198,8 +198,8 @@ class BlockTimes:
 
     segments: tuple[SegmentTimes, ...]
     hardware: Hardware
-    slowdown: float
-    """Measured seconds of the whole model relative to the roofline's."""
+    seconds: tuple[tuple[float, float], ...]
+    """Of each of these kinds, the seconds of all its segments in the whole model: as measured, and by the roofline."""
     source: str
     """Where the times are from, for `ModelDescription.timing`."""
 
@@ -208,40 +208,46 @@ class BlockTimes:
         cls, segments: tuple[SegmentTimes, ...], description: ModelDescription, hardware: Hardware, source: str
     ) -> BlockTimes:
         """Compare the times with the roofline of a description; ProfileError if a segment of it was not timed."""
-        measured_s = roofline_s = 0.0
+        seconds = [(0.0, 0.0) for _ in segments]
         for segment in description.segments:
             if (found := _nearest(segments, segment, description)) is None:
                 raise ProfileError(_mismatch(segment, description, segments))
-            samples = max(point.samples for point in found.points)
+            samples, kind = max(point.samples for point in found.points), segments.index(found)
+            measured_s, roofline_s = seconds[kind]
             measured_s += sum(found.linear(phase)(samples) for phase in ("forward_s", "backward_s"))
             phases = (segment.forward, segment.backward)
             roofline_s += sum(phase_affine(phase, description, hardware)(samples) for phase in phases)
-        slowdown = measured_s / roofline_s if roofline_s else 1.0
-        return cls(segments=segments, hardware=hardware, slowdown=slowdown, source=source)
+            seconds[kind] = measured_s, roofline_s
+        return cls(segments=segments, hardware=hardware, seconds=tuple(seconds), source=source)
 
     def on(self, description: ModelDescription) -> ModelDescription:
         """Return the description with measured times instead of the roofline.
 
         A segment takes the times of the measured segment with the same class, parameter shapes, sequence length and
         compute dtype, and the nearest work, at most 2 % apart. Other segments, such as those of a split block, take
-        the roofline's times `slowdown`, so that they compare with measured ones.
+        the roofline's seconds, times the ratio of measured and roofline seconds of what the description has no longer:
+        of the whole blocks that are split, or of the head without chunks.
         """
-        segments = tuple(self._timed(segment, description) for segment in description.segments)
+        there = [_nearest(self.segments, segment, description) for segment in description.segments]
+        gone = [seconds for kind, seconds in zip(self.segments, self.seconds, strict=True) if kind not in there]
+        measured_s, roofline_s = map(sum, zip(*(gone or self.seconds), strict=True))
+        slowdown = measured_s / roofline_s if roofline_s else 1.0
+        segments = tuple(self._timed(segment, description, slowdown) for segment in description.segments)
         compiled = [s for s in description.segments if description.compiles(segment_kind(description, s)[0])]
         found = [_nearest(self.segments, segment, description) for segment in compiled]
         measured = bool(found) and all(times is not None and times.saved_bytes is not None for times in found)
         trace = description.trace.replace(COUNTED_AS_EAGER, MEASURED_COMPILED) if measured else description.trace
         return replace(description, segments=segments, timing=self.source, trace=trace)
 
-    def _timed(self, segment: Segment, description: ModelDescription) -> Segment:
+    def _timed(self, segment: Segment, description: ModelDescription, slowdown: float) -> Segment:
+        def scaled(phase: PhaseCost) -> PhaseCost:
+            roofline = phase_affine(phase, description, self.hardware)
+            return replace(phase, seconds=roofline.scaled(slowdown, constants=True))
+
         found = _nearest(self.segments, segment, description)
         if found is None:
             return segment.each(
-                lambda costs: replace(
-                    costs,
-                    forward=self._scaled(costs.forward, description),
-                    backward=self._scaled(costs.backward, description),
-                )
+                lambda costs: replace(costs, forward=scaled(costs.forward), backward=scaled(costs.backward))
             )
         forward, backward = found.linear("forward_s"), found.linear("backward_s")
         samples = max(point.samples for point in found.points)
@@ -270,10 +276,6 @@ class BlockTimes:
             recomputed=tuple(replace(policy, costs=again(policy.costs)) for policy in segment.recomputed),
         )
         return timed if found.saved_bytes is None else _with_saved(timed, found.saved_bytes)
-
-    def _scaled(self, phase: PhaseCost, description: ModelDescription) -> PhaseCost:
-        roofline = phase_affine(phase, description, self.hardware)
-        return replace(phase, seconds=roofline.scaled(self.slowdown, constants=True))
 
 
 def _with_saved(segment: Segment, saved: Affine) -> Segment:

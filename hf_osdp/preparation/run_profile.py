@@ -1,5 +1,5 @@
-"""The profile of a run: its machine and the times of its blocks, measured at the start, or within the last day on an
-earlier start, from the cache.
+"""The profile of a run: its machine and the times of its blocks, measured at the start, or on a recent earlier start,
+from the cache.
 """
 
 from __future__ import annotations
@@ -41,6 +41,10 @@ more accurately.
 """
 _MAX_AGE_S = 24 * 3600
 """A machine's speed changes over time."""
+_MAX_AGE_ON_CPU_S = 600
+"""Of times of blocks on the CPU, whose cores others share and slow down for minutes: estimates with times of 24 to 55
+minutes were 0.48 to 0.86 of measured steps in 15 runs, with new ones 0.69 to 1.04 in 9 (docs/estimates.md).
+"""
 _BUSY = 0.1
 """Share of a measurement's time without a core, above which other programs have disturbed it."""
 _PASS_S, _MOST_PASS_S = 0.25, 5.0
@@ -82,7 +86,10 @@ def measured_hardware(device_type: str) -> Hardware:
     """Measure the machine, or return what was measured before, with the current sizes of memory. Collective."""
     device = measuring_device(device_type)
     profile, ago = _once(
-        None, device, lambda: Profile(hardware=measure_hardware(device_type=device_type, seconds=MACHINE_S))
+        None,
+        device,
+        lambda: Profile(hardware=measure_hardware(device_type=device_type, seconds=MACHINE_S)),
+        _MAX_AGE_S,
     )
     if not ago:
         return profile.hardware
@@ -114,14 +121,16 @@ def times_of_run(
     )  # fmt: skip
     # numbers of a new description and of one on disk print alike
     content = (json.dumps(json.loads(json.dumps(plain(description)), parse_int=float)), options)
-    profile, ago = _once(content, device, measure)
+    profile, ago = _once(content, device, measure, _MAX_AGE_ON_CPU_S if device.type == "cpu" else _MAX_AGE_S)
     shown = " and ".join(", ".join(map(str, sizes)).rsplit(", ", 1))
     when = f"measured {ago} ago" if ago else "measured"
     return BlockTimes.of(profile.segments, description, hardware, f"{when} ({shown} samples at once)")
 
 
-def _once(content: object, device: torch.device, measure: Callable[[], Profile]) -> tuple[Profile, str]:
-    """Return what `measure` returns, or returned for the same content on the same machine within the last day, and
+def _once(
+    content: object, device: torch.device, measure: Callable[[], Profile], max_age_s: float
+) -> tuple[Profile, str]:
+    """Return what `measure` returns, or returned for the same content on the same machine at most `max_age_s` ago, and
     how long ago that was, if it was before. Collective.
 
     Rank 0 has the file. A measurement during which a rank waited for cores that other programs had is not kept.
@@ -130,7 +139,7 @@ def _once(content: object, device: torch.device, measure: Callable[[], Profile])
     name = hashlib.sha256(repr((code_hash(), content, find_topology(), ranks)).encode()).hexdigest()[:32]
     folder = cache_folder()
     path = None if folder is None else folder / "machines" / f"{name}.json"
-    kept = on_rank_zero(lambda: None if path is None else _read_recent(path))
+    kept = on_rank_zero(lambda: None if path is None else _read_recent(path, max_age_s))
     if kept is None:
         began_s, waited_s = time.perf_counter(), seconds_without_core()
         profile = measure()
@@ -141,10 +150,10 @@ def _once(content: object, device: torch.device, measure: Callable[[], Profile])
     return Profile.from_json(text), f"{age_s / 3600:.0f} h" if age_s >= 5400 else f"{age_s / 60:.0f} min"
 
 
-def _read_recent(path: Path) -> tuple[str, float] | None:
+def _read_recent(path: Path, max_age_s: float) -> tuple[str, float] | None:
     """Return a profile, as JSON, and its age in seconds; None if it is missing, damaged or too old."""
     with suppress(OSError, ValueError, ProfileError):
-        if 0 <= (age_s := time.time() - path.stat().st_mtime) < _MAX_AGE_S:
+        if 0 <= (age_s := time.time() - path.stat().st_mtime) < max_age_s:
             return Profile.from_json(json.dumps(read(path))).to_json(), age_s
     return None
 

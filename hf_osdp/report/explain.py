@@ -15,9 +15,8 @@ from ..planner.files import plain
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.search.search import bounds, search
-from ..planner.search.timeline import MOST_BYTES
 from ..planner.space import search_spaces
-from ..quantities import format_bytes
+from ..quantities import MOST_BYTES, format_bytes
 from .content import Content, report_content, unit_rows
 from .plan_file import PlanInputs, plan_file_content
 

@@ -24,6 +24,8 @@ _MOVES_NOTHING = frozenset({
 })  # fmt: skip
 """Operators that allocate or alias without reading or writing memory, though their schemas do not say so."""
 
+_PRODUCTS = flop_registry | {aten.addmm_: flop_registry[aten.addmm], aten.baddbmm_: flop_registry[aten.baddbmm]}
+"""Formulas of FLOPs, which torch has not for products that are added in place, as in the loss in chunks."""
 
 WORK = ("matmul_flops", "attention_flops", "product_bytes", "traffic_bytes")
 """Fields of a phase that say how long it takes on a device."""
@@ -56,8 +58,8 @@ class PhaseRecord:
             setattr(self, name, getattr(self, name) + getattr(work, name))
 
     def count(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
-        """Count an operator: the bytes that it reads and writes, and its FLOPs if torch.utils.flop_counter has a
-        formula for it.
+        """Count an operator: the bytes that it reads and writes, and its FLOPs if there is a formula
+        for it.
         """
         packet = func._overloadpacket
         if func.namespace == "prim":  # a query about a fake tensor, not a computation
@@ -67,12 +69,12 @@ class PhaseRecord:
         if (flops := _attention_flops(func, args, kwargs)) is not None:
             self.attention_flops += flops
             self.product_bytes += _bytes((args, kwargs)) + _bytes(result)
-        elif packet is aten._grouped_mm or packet in flop_registry:
+        elif packet is aten._grouped_mm or packet in _PRODUCTS:
             grouped = packet is aten._grouped_mm
             self.matmul_flops += (
                 2 * args[0].numel() * args[1].shape[-1]
                 if grouped
-                else int(flop_registry[packet](*args, **kwargs, out_val=result))
+                else int(_PRODUCTS[packet](*args, **kwargs, out_val=result))
             )
             self.product_bytes += _bytes((args, kwargs)) + _bytes(result)
         elif packet in _PICKS_ROWS:

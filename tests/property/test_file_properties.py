@@ -25,8 +25,9 @@ from hf_osdp.planner.profile import Profile, SegmentTimes, SegmentWork, TimePoin
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.training_job import OptimizerStep, TrainingJob
 from hf_osdp.report.explain import explain
+from hf_osdp.report.explanations import explanation_parts
 from hf_osdp.report.plan_file import PlanInputs, plan_file_content, read_plan_file
-from hf_osdp.report.tables import explanation_parts, plan_lines, plan_table
+from hf_osdp.report.tables import plan_lines, plan_table
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import host_of, toy_hardware
 from tests.helpers.problems import problem

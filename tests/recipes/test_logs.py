@@ -17,13 +17,13 @@ def test_log_leaves_evaluations_and_checkpoints_out_of_training_time(
     monkeypatch, tmp_path, tokens, figure, rate, logged
 ):
     """Two steps of 1 s and 8 samples; between them an evaluation of 30 s and a checkpoint of 20 s."""
-    import shared
+    import reporting
 
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(shared.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(reporting.time, "perf_counter", lambda: clock.now)
     sizes = {"train_batch_size": 2, "gradient_accumulation_steps": 2, "world_size": 2}
     args = SimpleNamespace(output_dir=str(tmp_path), device=torch.device("cpu"), **sizes)
-    log = shared.JSONLog(SimpleNamespace(accelerator=SimpleNamespace(scaler=None)), tokens)
+    log = reporting.JSONLog(SimpleNamespace(accelerator=SimpleNamespace(scaler=None)), tokens)
     state = SimpleNamespace(global_step=0, is_world_process_zero=True)
     log.on_train_begin(args, state, None)
     for step in (1, 2):

@@ -31,7 +31,7 @@ def loaded_by(statement: str) -> set[str]:
         ("import hf_osdp", HEAVY),
         ("import hf_osdp.planner.search.search, hf_osdp.planner.cost.evaluate, hf_osdp.planner.presets", HEAVY),
         ("from hf_osdp import Plan, TrainingJob, Hardware, preset, search, InfeasibleError", HEAVY),
-        ("import hf_osdp.report.tables, hf_osdp.report.content", ("torch", "transformers", "accelerate", "ortools")),
+        ("import hf_osdp.report.explanations", ("torch", "transformers", "accelerate", "ortools")),
         ("from hf_osdp import OSDPAccelerator, OptimalShardedDataParallel, describe", ["peft", "bitsandbytes"]),
         ("import hf_osdp.cli.app", "torch transformers ortools altair pydantic gradio".split()),
     ],

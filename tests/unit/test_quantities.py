@@ -10,10 +10,17 @@ from hf_osdp.quantities import format_bytes, format_count, format_seconds, parse
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [("8GiB", 8 * 2**30), ("16 GB", 16 * 10**9), ("500MB", 500 * 10**6), ("1.5kib", 1536), ("12", 12), ("12b", 12),
-     (" 2 TiB ", 2**41), ("1e9", 10**9), ("1e-3 GB", 10**6), (4096, 4096), (2**60 - 1, 2**60 - 1), (1e6, 10**6)],
+     (" 2 TiB ", 2**41), ("1e9", 10**9), ("1e-3 GB", 10**6), (4096, 4096), (1e6, 10**6), (2**48, 2**48),
+     ("256TiB", 2**48)],
 )  # fmt: skip
 def test_parse_bytes_reads_numbers_with_and_without_units(text, nbytes):
     assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("value", [2**48 + 1, "257TiB", 2**60 - 1, float("inf")])
+def test_more_memory_than_the_search_can_hold_is_refused(value):
+    with pytest.raises(ValueError, match=r"^limit=.* must be between 1 byte and 256 TiB; write it as"):
+        parse_bytes(value, name="limit")
 
 
 @pytest.mark.parametrize(("write", "value", "text"), [

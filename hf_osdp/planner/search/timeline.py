@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 from ...errors import OSDPError
+from ...quantities import MOST_BYTES
 from ..cost.moments import (
     SegmentBytes,
     all_kinds,
@@ -26,9 +27,6 @@ from .options import Option, Part, RootSegment, Timeline, UnitGroup, undominated
 
 SHORT_ROW = 8
 """Longest row of equal units that is searched unit by unit; in a longer row only the first and the last unit are."""
-MOST_BYTES = 2**48
-"""Largest option in bytes, and with it the highest limit under which all are searched. No device holds more, and the
-sum over all units must not overflow in the solver."""
 
 
 class BatchCosts:

@@ -11,7 +11,7 @@ from hf_osdp.planner.cost.timing import phase_affine
 from hf_osdp.planner.description import DType, ModelDescription, PhaseCost, Segment
 from hf_osdp.planner.hardware import Collective, CollectiveTiming, FsdpOverhead, WorkTime
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.profile import Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
+from hf_osdp.planner.profile import BlockTimes, Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
 from hf_osdp.planner.training_job import OptimizerStep
 from tests.helpers.descriptions import transformer, ways
 
@@ -80,6 +80,20 @@ def test_recomputed_segments_take_one_more_forward():
         forward, backward = (seconds(phase, again) for phase in (segment.forward, segment.backward))
         assert seconds(segment.recomputed[0].costs.backward, again) == pytest.approx(forward + backward)
         assert seconds(segment.recomputed[0].costs.forward, again) == forward
+
+
+def test_parts_of_blocks_take_together_what_whole_blocks_took():
+    """The root, which takes other times than its roofline's, does not change them."""
+    times = BlockTimes.of(PROFILE.segments, DESCRIPTION, HARDWARE, "")
+    units = (replace(u, class_name="Part") if u.class_name == "Block" else u for u in DESCRIPTION.units)
+
+    def blocks_s(description: ModelDescription) -> float:
+        phases = (phase for s in description.segments[1:-1] for phase in (s.forward, s.backward))
+        return sum(phase_affine(phase, description, HARDWARE)(4) for phase in phases)
+
+    parts = replace(DESCRIPTION, units=tuple(units))
+    assert blocks_s(times.on(parts)) == pytest.approx(blocks_s(times.on(DESCRIPTION)))
+    assert times.on(parts).segments[0] == times.on(DESCRIPTION).segments[0]
 
 
 def test_measured_compiled_blocks_save_what_was_measured_and_keep_their_peaks():

@@ -1,4 +1,4 @@
-"""A run measures its machine and the blocks of its model: within the limit, kept on disk for a day, without a trace
+"""A run measures its machine and the blocks of its model: within the limit, kept on disk for a while, without a trace
 in the training.
 """
 
@@ -49,11 +49,11 @@ def measured(monkeypatch, tmp_path) -> list[str]:
 
 def test_the_second_start_measures_memory_alone_and_says_so(measured, monkeypatch):
     first = measured_hardware("cpu")
-    monkeypatch.setattr(machine, "_memory_bytes", lambda device, communicator: (2**33, 2**50, 2**33, ""))
+    monkeypatch.setattr(machine, "_memory_bytes", lambda device, communicator: (2**33, 2**48, 2**33, ""))
     second = measured_hardware("cpu")
     assert measured == ["cpu"]
     assert second.device.source.startswith(f"{MEASURED_EARLIER}, 0 min ago")
-    assert (second.device.memory_bytes, second.device.reserved_bytes) == (2**33, 2**50), "others hold it now"
+    assert (second.device.memory_bytes, second.device.reserved_bytes) == (2**33, 2**48), "others hold it now"
     same = {"memory_bytes": 1, "reserved_bytes": 0, "source": ""}
     assert replace(second.device, **same) == replace(first.device, **same)
     monkeypatch.setattr(machine, "_memory_bytes", lambda device, communicator: (2**33, 0, 2**33, ""))
@@ -131,6 +131,15 @@ def test_run_measures_times_and_the_second_start_reads_them(model, timings):
     assert again.timing == "measured 0 min ago (1, 4 and 8 samples at once)"
     planned(model, sequence_length=12)
     assert len(timings) == 2, "another length has other times"
+
+
+def test_times_of_blocks_on_the_cpu_are_kept_for_minutes_and_the_machine_for_a_day(model, timings, tmp_path):
+    planned(model)
+    for file in tmp_path.rglob("*.json"):
+        os.utime(file, (time.time() - 11 * 60,) * 2)
+    again = planned(model).inputs
+    assert len(timings) == 2 and again.description.timing.startswith("measured (")
+    assert again.hardware.device.source.startswith(f"{MEASURED_EARLIER}, 11 min ago")
 
 
 class WithState(GPT2LMHeadModel):

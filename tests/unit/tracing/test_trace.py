@@ -13,9 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import build_on_meta
+from hf_osdp.modeling.split.apply import apply_split
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import GatherSpan
 from hf_osdp.planner.placement import Activations
+from hf_osdp.planner.split import ModelSplit
 from hf_osdp.tracing.memory_tracker import MemoryTracker
 from hf_osdp.tracing.options import DescribeOptions
 from hf_osdp.tracing.recorder import Recorder
@@ -99,6 +101,15 @@ def test_matmul_flops_are_those_of_torchs_counter():
         model(**training_batch(model, TOKENS)(2)).loss.backward()
     found = sum(s.forward.matmul_flops(2) + s.backward.matmul_flops(2) for s in segments)
     assert found == pytest.approx(counter.get_total_flops())
+
+
+def test_loss_in_chunks_has_the_flops_of_the_whole_loss():
+    model = real_model("GPT2LMHeadModel").train()
+    flops = []
+    for chunks in (1, 8):
+        apply_split(model, ModelSplit(loss_chunks=chunks))
+        flops.append(sum(s.forward.matmul_flops(2) + s.backward.matmul_flops(2) for s in traced(model)[1]))
+    assert flops[0] == pytest.approx(flops[1])
 
 
 def test_operators_that_run_kernels_count_more_than_views():
