@@ -165,6 +165,11 @@ class ParameterGroup(FSDPParamGroup):
         if not self.is_pinned:
             super().reshard()
 
+    def free(self) -> None:
+        """Free whole weights, also those that a backward would need."""
+        self.is_pinned = False
+        self._to_sharded()
+
     def post_backward(self, *unused: object) -> None:
         self.end_backward() if self.order is None else self.order.reduce(self)
 
@@ -232,6 +237,17 @@ class UnitState(FSDPState):
     """Sets up FSDP2, which does so only when the root is called first."""
     end_later = FSDPState._register_root_post_backward_final_callback
     """Lets FSDP2 end this backward, which it does only for units that were called."""
+
+    def forward_raised(self) -> None:
+        """End a forward that has raised: FSDP2 would take its units for running, and not wait for the optimizer before
+        it gathers them again. Its own `reset_iter_state`, from torch 2.13, would drop gradients.
+        """
+        self._state_ctx.iter_forward_root = None
+        for state in self._state_ctx.all_states:
+            state._training_state = TrainingState.IDLE
+            state._modules_to_run_forward.clear()
+            for group in parameter_groups(state._modules[0]):
+                group._training_state = TrainingState.IDLE
 
     def begin_backward(self, gradient: torch.Tensor) -> None:
         """Begin the unit's backward, if that has not happened."""

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, TorchDynamoPlugin
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ..distributed.mesh import world_size
 from ..errors import refuse_first
 from ..measurement.step_meter import Observation, StepMeter
 from ..modeling.build import checkpoint_blocks
@@ -31,12 +29,9 @@ from ..preparation.job import Job, RunFolder
 from ..preparation.out_of_memory import OutOfMemoryHandler
 from ..preparation.plan_run import PlannedRun
 from ..preparation.samples import batches_of_loader, lengths_of_loader, loop_options
-from ..sharding.apply import apply_plan, refuse_hooks
+from ..sharding.apply import apply_plan
 from ..sharding.environment import (
-    apply_tied,
     form_process_group,
-    move_to_device,
-    mp_policy,
     prepare_model,
     uses_host,
 )
@@ -44,16 +39,12 @@ from ..sharding.gradients import OSDPGradScaler
 from ..sharding.optimizer import spec_of_optimizer
 from ..sharding.optimizer_steps import (
     bind_optimizer,
-    parameter_names,
     reason_against_unit_steps,
-    rebind_parameters,
-    release_parameters,
     step_by_device,
-    step_on_shards,
 )
 from ..sharding.optimizers import bare_optimizer, kind_of
 from ..sharding.replicas import is_under_plan
-from ..sharding.state import free_gathered, load_full_state_dict
+from .accelerator_sharding import prepare_late_optimizers, shard_model
 from .checkpoints import AcceleratorCheckpoints
 from .plugin import OSDPPlugin, refuse_compiled
 
@@ -358,74 +349,3 @@ class AcceleratorPreparation(AcceleratorCheckpoints):
         AcceleratorState._shared_state["fsdp_plugin"] = self.plugin if kind is DistributedType.FSDP else None
         for state in (AcceleratorState, PartialState):
             state._shared_state["distributed_type"] = kind
-
-
-def shard_model(
-    model: nn.Module,
-    run: PlannedRun,
-    plugin: OSDPPlugin,
-    optimizers: Sequence[torch.optim.Optimizer],
-    *,
-    device: torch.device,
-) -> None:
-    """Apply the plan to the model with rank 0's weights, and give the optimizers its sharded parameters, or refuse
-    them. Collective.
-    """
-    for optimizer in optimizers:
-        kind_of(optimizer).needs_whole()  # refuses those that no plan can train
-    refuse_hooks(model)
-    names = parameter_names(model)
-    for optimizer in optimizers:
-        release_parameters(optimizer, names)
-    weights = _detach_weights(model) if plugin.cpu_ram_efficient_loading and world_size() > 1 else None
-    apply_plan(
-        model, run.plan, run.units,
-        mp_policy=plugin.mixed_precision_policy or mp_policy(run.inputs.job.precision),
-    )  # fmt: skip
-    if weights is not None:
-        _load_from_rank_zero(model, weights, device)
-    else:
-        move_to_device(model, device)  # FSDP2 moves only what it shards
-    for optimizer in optimizers:
-        rebind_parameters(optimizer, names, model)
-
-
-def prepare_late_optimizers(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
-    """Prepare optimizers made after the plan was applied to their model, for example after an evaluation, or refuse
-    them.
-    """
-    free_gathered(model)
-    known = {id(parameter) for parameter in model.parameters()}
-    if unknown := sum(
-        id(p) not in known for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
-    ):
-        raise ValueError(
-            f"The optimizer holds {unknown} parameters that are not the sharded model's; make it before the first"
-            " forward,"
-            " or prepare model and optimizer together."
-        )
-    for optimizer in optimizers:
-        step_on_shards(optimizer, model)
-
-
-def _detach_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Move the model to the meta device, so that ranks allocate only shards; return its weights, non-persistent
-    buffers included.
-    """
-    persistent = set(model.state_dict())
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name not in persistent}
-    weights = {name: value.detach() for name, value in (*model.state_dict().items(), *buffers.items())}
-    apply_tied(model, lambda tensor: tensor.to("meta"))
-    return weights
-
-
-def _load_from_rank_zero(model: nn.Module, weights: dict[str, torch.Tensor], device: torch.device) -> None:
-    others = {name for name, _ in model.named_buffers()} - set(model.state_dict())
-    move_to_device(model, device, empty=True)
-    # Weights of operators in slices have their Hugging Face names here, not the sharded model's names.
-    load_full_state_dict(model, {name: value for name, value in weights.items() if name not in others})
-    for name, buffer in model.named_buffers():
-        if name in others:
-            if dist.get_rank() == 0:
-                buffer.copy_(weights[name])
-            dist.broadcast(buffer, src=0)

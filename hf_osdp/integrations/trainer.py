@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers.trainer
 from torch import nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 from transformers import Trainer as StockTrainer
@@ -22,8 +20,7 @@ from ..checkpoint.writer import on_every_rank
 from ..distributed.process_group import require_all
 from ..distributed.said_once import say_uncaught_once
 from ..distributed.stop import StopSignal
-from ..errors import InfeasibleError, OSDPError
-from ..modeling.activations import tensors_of
+from ..errors import InfeasibleError
 from ..modeling.build import disable_cache
 from ..modeling.replaced import replaced
 from ..modeling.split.apply import only_loss_read
@@ -41,12 +38,9 @@ from ..sharding.unit_order import called_alone
 from .accelerator import OSDPAccelerator
 from .plugin import requested_plugin
 from .trainer_checkpoints import Events, TrainerCheckpoints, under_plan
-from .trainer_evaluation import evaluation_loop
 from .trainer_facts import job_of_trainer, refuse_changes
 from .trainer_loss import MicroBatchRule, adds_up, planned_arguments, warn
-
-Predicted = tuple[torch.Tensor | None, Any, Any]
-"""Loss, outputs and labels of a batch."""
+from .trainer_predictions import Predicted, evaluating, predict_in_parts
 
 
 class Trainer(TrainerCheckpoints):
@@ -380,55 +374,3 @@ def _full_weights(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterat
     finally:
         for module, leaf, parameter in hidden:
             module._parameters[leaf] = parameter
-
-
-@contextmanager
-def evaluating(
-    trainer: StockTrainer, fitted: FittedEvaluation | None, loader: DataLoader[Any], *, keeps: bool
-) -> Iterator[None]:
-    """Let the Trainer evaluate this loader as it fits in this context; raise PreflightError if it does not."""
-    args, data = trainer.args, getattr(loader, "dataset", None)
-    if fitted is None or (keeps and not fitted.loop.keeps_outputs):  # then nothing is known of the outputs
-        yield
-        return
-    asked = evaluation_loop(args, len(data) if isinstance(data, Sized) else None, keeps=keeps)
-    asked = replace(asked, generation=fitted.loop.generation if keeps else None)
-    now = fitted.of(asked)
-    moved = args.eval_accumulation_steps if now.loop.moved_after == asked.moved_after else now.loop.moved_after
-    with replaced(args, eval_accumulation_steps=moved), replaced(trainer, _evaluation=now):
-        yield
-
-
-def predict_in_parts(
-    trainer: StockTrainer, step: Callable[..., Predicted], inputs: dict[str, Any], fitted: FittedEvaluation
-) -> Predicted:
-    """Return what a prediction step returns for a batch, from parts of it that fit. Collective.
-
-    Losses of the parts are divided by the items of the whole batch and added, or weigh by their samples.
-    """
-    size, averages = fitted.loop.micro_batch_size, fitted.asked.averages
-    try:
-        parts = micro_batches([inputs], size, averages=averages) if size < fitted.loop.batch_size else []
-    except OSDPError:  # on all ranks: this batch cannot be cut
-        parts = []
-    if len(parts) < 2:
-        return step(inputs=inputs)
-    rows, done, total, whole = len(next(iter(inputs.values()))), 0, None, None
-    items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
-    with replaced(trainer, _get_num_items_in_batch=lambda *_: items):
-        for part, share in parts:
-            loss, *kept = step(inputs=part)
-            if loss is not None:
-                loss = (loss * share if share else torch.zeros_like(loss)) if averages else loss
-                total = loss if total is None else total + loss
-            if whole is None:
-                whole = tree_map_only(torch.Tensor, lambda one: one.new_empty((rows, *one.shape[1:])), kept)
-            upto = done + len(next(iter(part.values())))
-            if any(one.shape[:1] != (upto - done,) for one in tensors_of(kept)):
-                return step(inputs=inputs)  # outputs of the batch as a whole
-            for into, one in zip(tensors_of(whole), tensors_of(kept), strict=True):
-                into[done:upto] = one
-            done = upto
-            del kept
-    assert whole is not None
-    return total, whole[0], whole[1]

@@ -158,8 +158,7 @@ class GradientChecks:
             )
         units = [group for group in self._groups if any(id(p.sharded_param) in ids for p in group.fsdp_params)]
         for group in units if torch._C._current_graph_task_id() == -1 else ():
-            if not group.is_sharded:
-                group.reshard()
+            group.free()
             if group.holds_sums or has_gradients(group):
                 raise too_early(group.label)
         if units and world_size() > 1:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -47,6 +48,17 @@ _IN_CALL = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
 _generates = ContextVar("generates", default=False)
 
 
+class OrderState(Enum):
+    """What a read of a weight does; docs/design.md has the transitions."""
+
+    AT_REST = "at rest"
+    """All units are sharded."""
+    ACTIVE = "active"
+    """Between the first forward of the root or a unit and the end of backward."""
+    EVALUATED = "evaluated"
+    """After the root's forward without gradients; a loss may follow."""
+
+
 class UnitOrder:
     """Gathers and reduces a model's units for FSDP2 and for reads; hooks of modules and of FSDP2's units hold it."""
 
@@ -58,10 +70,7 @@ class UnitOrder:
         sharded: Iterable[nn.Parameter],
     ) -> None:
         """Watch a model after `fully_shard`, which replaced `sharded` by shards and ignored those of `replicas`."""
-        self.active = False
-        """True between the first forward of the root or a unit and the end of backward."""
-        self.after_evaluation = False
-        """True after the root's forward without gradients; a loss may follow."""
+        self.state = OrderState.AT_REST
         modules = modules_by_name(root)
         self.groups: list[ParameterGroup] = []
         for unit in units:
@@ -78,7 +87,6 @@ class UnitOrder:
         self._outermost: nn.Module | None = None
         """The module whose call, inside of no other, is in progress."""
         self._error_before: BaseException | None = None
-        self._pinned: list[ParameterGroup] = []
         self._gathered: list[ParameterGroup] = []
         self._used: dict[FSDPParam, bool] = {}
         """Whether a parameter that was reduced got a gradient on this rank since the last step."""
@@ -100,7 +108,7 @@ class UnitOrder:
                 module.register_forward_hook(self._call_ends, always_call=True)
         root.register_load_state_dict_pre_hook(
             lambda *unused: self._shards_change()
-        )  # FSDP2 would read whole weights after an evaluation
+        )  # else weights that a forward left whole would be loaded
         root._apply = partial(self._apply, root._apply)  # type: ignore[method-assign]  # as `model.to(...)` does
 
     # ---- calls of the model
@@ -111,10 +119,10 @@ class UnitOrder:
             return
         self._outermost, self._error_before = module, sys.exc_info()[1]
         self._root_state.begin()  # reads shards the first time
-        if module is self._root or not self.active or self.after_evaluation:
-            if not self._pinned:  # otherwise an earlier forward of the same step has read them
-                self.end_step()
-            self.active, self.after_evaluation = True, False
+        if module is self._root or self.state is not OrderState.ACTIVE:
+            if not self._is_pinned:  # otherwise an earlier forward of the same step has read them
+                self._free_read()
+            self.state = OrderState.ACTIVE
             self._checks.forward_begins()
         if not self._turns.in_call:
             self._turns.begin_call(trains=torch.is_grad_enabled())
@@ -124,38 +132,48 @@ class UnitOrder:
             return
         self._outermost = None
         if sys.exc_info()[1] is not self._error_before:
+            self._root_state.forward_raised()
             self._turns.rest()
             return
         if self._turns.in_call and (hasattr(module, "generate") or not _generates.get()):
             self._turns.end()
-        if module is self._root and not torch.is_grad_enabled() and not self._pinned:
-            self.end_step()
-            self.active = self.after_evaluation = True
+        if module is self._root and not torch.is_grad_enabled() and not self._is_pinned:
+            self._free_read()
+            self.state = OrderState.EVALUATED
 
     def end_step(self) -> None:
-        """Free weights that were gathered for reads, in steps without backward."""
-        self.active = False
-        self._unpin()
+        """Free all whole weights, in steps without backward."""
+        self.state = OrderState.AT_REST
+        self._gathered.clear()
+        for group in self.groups:
+            group.free()
+
+    def _free_read(self) -> None:
+        """Free weights that were gathered for reads."""
         for group in self._gathered:
             if group.is_unsharded and group.state not in _IN_CALL:
                 group.reshard()
         self._gathered.clear()
 
+    @property
+    def _is_pinned(self) -> bool:
+        """Whether a backward needs weights that were read."""
+        return any(group.is_pinned for group in self.groups)
+
     # ---- reads of weights
 
     def read(self, group: ParameterGroup) -> None:
         """Prepare a unit for a read of one of its parameters. Collective if the unit is sharded at the time."""
-        if not self.active or group.state in _IN_CALL:
+        if self.state is OrderState.AT_REST or group.state in _IN_CALL:
             return
         if not group.is_unsharded:
-            if self.after_evaluation:  # one rank alone may read a weight then
+            if self.state is OrderState.EVALUATED:  # one rank alone may read a weight then
                 require_all(f"Reading a weight of {group.label} after forward")
             group.unshard()
             group.wait_for_unshard()
             self._gathered.append(group)
         if torch.is_grad_enabled() and not group.is_pinned:
             group.is_pinned = True  # backward needs the weight
-            self._pinned.append(group)
             for whole in map(whole_parameter, group.fsdp_params):
                 if whole is not None and whole.requires_grad:
                     hooks = (whole._backward_hooks or {}).values()
@@ -164,7 +182,7 @@ class UnitOrder:
 
     def listed(self, group: ParameterGroup) -> None:
         """Reshard first if an evaluation left whole weights: shards have the gradients, and writes to them last."""
-        if self.after_evaluation:
+        if self.state is OrderState.EVALUATED:
             group.reshard()
 
     def _read_weight_got_gradient(self, gradient: torch.Tensor) -> None:
@@ -176,11 +194,6 @@ class UnitOrder:
                 " add the losses and call backward once."
             )
         self._end_later()
-
-    def _unpin(self) -> None:
-        for group in self._pinned:
-            group.is_pinned = False
-        self._pinned.clear()
 
     def _apply(self, apply: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
         self._shards_change()
@@ -287,7 +300,8 @@ class UnitOrder:
         """Reduce what is left once all gradients exist, and take part in what other ranks need; then let FSDP2 end
         backward, and check the units.
         """
-        self._unpin()
+        for group in self.groups:
+            group.is_pinned = False
         for group in self.groups:
             if group.state != TrainingState.POST_BACKWARD and has_gradients(group):
                 group.post_backward()
@@ -304,7 +318,7 @@ class UnitOrder:
         self._turns.end()
         yield
         self._gathered.clear()
-        self.active = False
+        self.state = OrderState.AT_REST
         if self._replicas is not None:
             self._replicas.end_backward()
         self._checks.backward_ends()
@@ -358,6 +372,8 @@ def _load_as_shards(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *unused: object
 ) -> None:
     """Cut whole tensors, the same on every rank, to load them into shards; nothing is sent."""
+    unit: ParameterGroup = module._parameters.unit  # type: ignore[attr-defined]
+    unit.free()
     for leaf, parameter in module._parameters.items():
         value = state.get(prefix + leaf)
         if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor):
