@@ -23,7 +23,7 @@ def tight(one=ASKED, factor: float = 1.1):
     return replace(one, memory_limit_bytes=int(factor * least_memory(one)))
 
 
-@pytest.mark.parametrize("seed", slow_but(range(200), daily=(4, 25, 31)))
+@pytest.mark.parametrize("seed", slow_but(range(200), daily=(4, 25, 31, 104)))
 def test_what_is_proven_is_confirmed_to_the_end(seed):
     problem_of = of_many_ranks if seed % 4 == 3 else wide
     for factor, simplicity in itertools.product((1.0, 1.2), (0.0, 0.01)):

@@ -90,9 +90,9 @@ class Candidate:
             return None
         return Solution(layouts=layouts, objective=seconds, bound=seconds)
 
-    def simpler(self, layouts: Layouts, limit_bytes: int, price_s: float) -> tuple[Layouts, int]:
+    def simpler(self, layouts: Layouts, limit_bytes: int, price_s: float) -> tuple[Layouts, int, int]:
         """Return a plan of no other layouts than these with the least sum of seconds and prices of parts
-        (`solver.simplest`), and how many parts fewer it has.
+        (`solver.simplest`), and the numbers of parts before and now.
         """
         own: dict[int, dict[UnitLayout, None]] = {}
         for unit, structure in enumerate(self.costs.structures):
@@ -100,7 +100,7 @@ class Candidate:
         space = tuple(tuple(own[structure]) for structure in self.costs.structures)
         timeline = build_timeline(self.costs, space, every_layout=True)
         simple = simplest(timeline, limit_bytes, self.needed, layouts, price_s)
-        return simple, timeline.count_parts(layouts) - timeline.count_parts(simple)
+        return simple, timeline.count_parts(layouts), timeline.count_parts(simple)
 
     def frugal(self) -> dict[int, UnitLayout]:
         """Return the plan of each unit's most frugal option; its peak is usually the least of all plans."""

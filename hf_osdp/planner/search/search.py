@@ -123,14 +123,13 @@ class _Search:
         if best is None or self._fastest is None or not simplicity or self._problem.strategy is not Strategy.OSDP:
             return best
         _, candidate, solution = self._fastest
-        layouts, fewer = candidate.simpler(solution.layouts, self._limit, simplicity * solution.objective)
-        if not fewer:
+        layouts, before, parts = candidate.simpler(solution.layouts, self._limit, simplicity * solution.objective)
+        if parts == before:
             return best
         found = _decoded(candidate, layouts, self._problem.memory_limit_bytes, best.plan.gap)
         assert found.peak_bytes <= self._problem.room_bytes, "the solver's moments are those of the walk"
         slower = 100 * max(0.0, found.time.step_s / best.time.step_s - 1)
-        parts = candidate.timeline.count_parts(layouts)
-        counted = f"{parts} layouts, groups of ranks and uses of the host instead of {parts + fewer}"
+        counted = f"{parts} layouts, groups of ranks and uses of the host instead of {before}"
         return replace(found, plan=replace(found.plan, simplified=f"{slower:.2f} % slower, {counted}"))
 
     def least(self) -> SearchResult:
