@@ -33,7 +33,9 @@ ASSIGN = (
     "load_state_dict(assign=True) would replace parameters that the plan and the optimizer hold; leave out assign."
 )
 _MARK_ELEMENTS = 2**8
-"""Shards up to this size, or that of the smallest, get zeros; see `backward_ends`."""
+"""Shards up to this size, or that of the smallest, get marks; see `backward_ends`."""
+_DENSE_ELEMENTS = 2**16
+"""A mark of more elements is one number with strides of 0: it would take memory that no plan counts."""
 
 
 class _Shard(NamedTuple):
@@ -47,27 +49,47 @@ class _Shard(NamedTuple):
 
 
 class _Mark(NamedTuple):
-    """Zeros as the gradient of a shard, which show later whether `zero_grad` was called."""
+    """A gradient of a shard that shows later whether `zero_grad` was called: a number so small that no norm has it."""
 
     shard: torch.Tensor
-    zeros: torch.Tensor
+    gradient: torch.Tensor
     version: int
+    number: torch.Tensor
+    one: torch.Tensor | None
+    """All elements of a large mark; they can be zeroed, and not be scaled in place."""
 
     @classmethod
     @torch.enable_grad()
-    def of(cls, shard: torch.Tensor) -> _Mark:
-        zeros = torch.zeros_like(shard, requires_grad=True).neg()
-        return cls(shard, zeros, zeros._version)
+    def of(cls, shard: Any) -> _Mark:  # noqa: ANN401  a DTensor
+        own = local(shard)
+        number = own.new_tensor(torch.finfo(own.dtype).tiny ** 0.75)
+        if own.numel() <= _DENSE_ELEMENTS:
+            gradient = torch.full_like(shard, -number.item(), requires_grad=True).neg()
+            return cls(shard, gradient, gradient._version, number, None)
+        one = number.clone()
+        gradient = DTensor.from_local(
+            one.expand(own.shape), shard.device_mesh, shard.placements, run_check=False,
+            shape=shard.shape, stride=shard.stride(),
+        )  # fmt: skip
+        return cls(shard, gradient, gradient._version, number, one)
 
-    @property
-    def was_zeroed(self) -> bool:
-        """Whether `zero_grad` was called, or a loop zeroed the gradient: the zeros are -0.0 until then, also if they
-        were scaled.
-        """
-        if self.shard.grad is not self.zeros or self.zeros.grad_fn is None:
+    def was_zeroed(self, label: str) -> bool:
+        """Return whether `zero_grad` was called, or a loop zeroed the gradient; raise OSDPError if it was changed."""
+        found = self.shard.grad
+        if found is None:
             return True
-        now = local(self.zeros)
-        return self.zeros._version != self.version and not (now.signbit().any() or now.any())
+        is_own, leaf = found is self.gradient, self.gradient.grad_fn is None
+        if is_own and self.one is None and not leaf and self.gradient._version == self.version:
+            return False
+        now = self.one if is_own and self.one is not None else local(found)
+        if not now.any():
+            return True
+        if now.eq(self.number).all():
+            return False
+        raise OSDPError(
+            f"A gradient of {label} was changed between micro-steps, where its sum waits in FSDP2 and does not change;"
+            " scale losses, or gradients after the last micro-step."
+        )
 
 
 class GradientChecks:
@@ -112,9 +134,9 @@ class GradientChecks:
 
     def backward_begins(self) -> bool:
         """Drop gradients that FSDP2 holds from earlier micro-steps if `zero_grad` was called since; return whether it
-        was.
+        was. Refuse other changes of gradients that wait.
         """
-        zeroed = {group for group, mark in self._marks.items() if mark.was_zeroed}
+        zeroed = {group for group, mark in self._marks.items() if mark.was_zeroed(group.label)}
         if zeroed and len(zeroed) == len(self._marks):
             zeroed.update(self._unmarked)
         for group in zeroed:
@@ -129,8 +151,8 @@ class GradientChecks:
     def backward_ends(self) -> None:
         """Mark a small shard of each unit whose gradients wait for the next micro-step.
 
-        `zero_grad` cannot reach the gradients that FSDP2 holds; it removes these zeros or detaches them from their
-        graph. Units without a small shard, whose zeros would take memory, follow the others.
+        `zero_grad` cannot reach the gradients that FSDP2 holds; it removes these marks or detaches them from their
+        graph. Units without a small shard follow the others.
         """
         holding = [group for group in self._groups if group.holds_sums or has_gradients(group)]
         chosen = {group: _shard_to_mark(group) for group in holding}
@@ -140,7 +162,7 @@ class GradientChecks:
             if shard.numel() <= most:
                 mark = self._earlier_marks.get(group)
                 self._marks[group] = mark = mark if mark is not None and mark.shard is shard else _Mark.of(shard)
-                shard.grad = mark.zeros
+                shard.grad = mark.gradient
         self._unmarked = [group for group in free if group not in self._marks]
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:

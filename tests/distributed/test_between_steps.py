@@ -22,6 +22,7 @@ from hf_osdp.distributed import process_group
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import OSDPError, UnreducedGradientError
 from hf_osdp.modeling.units import find_units
+from hf_osdp.sharding import gradient_checks
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.between_steps import AcrossLayouts
 from hf_osdp.sharding.gradients import local
@@ -100,6 +101,25 @@ def test_a_step_without_the_last_micro_step_is_refused():
             tiny_loss(model, tiny_batch(0)).backward()
         with pytest.raises(OSDPError, match=r"came while gradients of unit .* wait for the last micro-step"):
             SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.on_ranks(2, shared=True)
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_gradients_that_wait_may_not_be_scaled(monkeypatch, in_place, large):
+    """Stock training would scale what earlier micro-steps left. A loop that scales by 1 changes nothing."""
+    monkeypatch.setattr(gradient_checks, "_DENSE_ELEMENTS", 0 if large else 2**16)
+    model = sharded("zero3", accumulation_steps=2, reduce_every_micro_step=False)
+    for by in (1.0, 0.5):
+        with micro_step(model, is_last=False):
+            tiny_loss(model, tiny_batch(0)).backward()
+        fits = by == 1.0 and not (in_place and large)
+        error = "single memory location" if in_place and large else "was changed between micro-steps"
+        with nullcontext() if fits else pytest.raises((OSDPError, RuntimeError), match=error):
+            for parameter in (p for p in model.parameters() if p.grad is not None):
+                parameter.grad = parameter.grad.mul_(by) if in_place else parameter.grad.detach() * by
+            with micro_step(model, is_last=True):
+                tiny_loss(model, tiny_batch(0)).backward()
 
 
 @pytest.mark.on_ranks(2, shared=True)

@@ -221,7 +221,8 @@ def test_program_accepts_every_plan_that_fits_and_with_all_runs_no_other(seed):
         few = {g: sorted(dice.sample(range(len(g.options)), min(3, len(g.options)))) for g in timeline.groups}
         if light:
             staged = {g: [k for k, o in enumerate(g.options) if o.bytes.gather_stage][:3] for g in timeline.groups}
-            few = {g: staged[g] or ks for g, ks in few.items()}
+            replicas = {g: [k for k, o in enumerate(g.options) if not o.bytes.managed][:1] for g in timeline.groups}
+            few = {g: [*staged[g], *replicas[g]] if staged[g] else ks for g, ks in few.items()}
         taken = {
             g: Counter(dice.choice(few[g]) for _ in g.units) if len(g.units) > 1 else Counter([dice.choice(few[g])])
             for g in timeline.groups

@@ -93,9 +93,12 @@ class Sums:
         return 0 if target is None or self.units[target].kept else self.units[target].gather_stage
 
     def forward(self) -> Iterator[tuple]:
-        for unit in (u for u in self.whole if self.units[u].copy_out):
+        for unit, own in ((u, self.units[u]) for u in self.whole):
+            beside = max(own.copy_out, own.gather_stage - own.gathered)
+            if beside <= 0:
+                continue
             buffer = max(self.units[u].gather_buffer for u in self.whole)
-            gather = self.gathered([], self.whole) + buffer + self.units[unit].copy_out
+            gather = self.gathered([], self.whole) + buffer + beside
             yield self.moment("forward: gather", unit, gathered=gather, activations=0, gradients=0, buffers=0)
         for i, unit in enumerate(self.where):
             terms = self.units[unit]

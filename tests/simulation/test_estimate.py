@@ -13,10 +13,12 @@ from hf_osdp.planner.split import ModelSplit, OperatorSplit
 from hf_osdp.planner.training_job import OptimizerStep
 from hf_osdp.planner.wire import WireFormat
 from tests.helpers.sampling import slow_but
-from tests.helpers.simulation import LAYOUTS, Trial
+from tests.helpers.simulation import LAYOUTS, Trial, built, choices_of_layout, estimate_and_simulation
 from tests.simulation.cases import UNDER_AIM, WORST_AIM, cases, measure, sampled
 
 SAVE, RECOMPUTE, OFFLOAD, RECOMPUTE_OFFLOAD = Activations.BASIC
+GPT2 = Trial(model="small gpt2", length=64, samples=1)
+LLAMA = replace(GPT2, model="small llama")
 CPU = Trial(device_type="cpu")
 TINY = replace(CPU, length=16, samples=1)
 """Parameters outweigh activations."""
@@ -54,11 +56,21 @@ def test_peak_of_larger_models(setting, world, layout):
     assert UNDER_AIM <= measure(setting, world, layout).error <= WORST_AIM
 
 
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_gradients_of_an_embedding_that_wait_take_no_further_memory(precision):
+    """Sums of its only parameter wait for the all-reduce of the last micro-step, with a mark as large as a shard."""
+    trial = replace(LLAMA, length=8, world=4, steps=2, precision=precision)
+    layouts = choices_of_layout("zero3", trial.description, trial.world)
+    (embedding,) = (i for i, unit in enumerate(trial.description.units) if unit.class_name == "Embedding")
+    layouts[embedding] = replace(layouts[embedding], shard_size=2)
+    options = {"job": trial.job, "batch": trial.batch, "world": trial.world, "device_type": "cuda"}
+    estimate, simulated = estimate_and_simulation(built(trial.model), trial.description, layouts, **options)
+    assert abs(estimate.peak_bytes / simulated.peak_bytes - 1) < 0.005
+
+
 INT8, INT4 = ({"gather_wire": WireFormat.INT8, "reduce_wire": wire, "replica_wire": wire}
               for wire in (WireFormat.INT8, WireFormat.INT4))  # fmt: skip
 BF16 = dict.fromkeys(INT8, WireFormat.BF16)
-GPT2 = Trial(model="small gpt2", length=64, samples=1)
-LLAMA = replace(GPT2, model="small llama")
 WIRES = [
     replace(LLAMA, layout="mixed", steps=2, wires=(INT4, {}, INT8)),
     replace(LLAMA, layout="two_stage", wires=(INT4,)),

@@ -150,7 +150,7 @@ class CallMoments(Generic[Summand]):
     left_by_forward: Summand
     """f: saved activations and kept parameters."""
     gather: Summand
-    """The same in backward."""
+    """While parameters are copied out in backward, or gathered if nothing has prefetched them."""
     gathered: Summand
     """With these parameters, when a gather ahead is issued."""
     computing: tuple[Summand, ...]
@@ -172,8 +172,7 @@ NO_CALL: CallMoments[int] = CallMoments(
 
 def call_moments(unit: UnitBytes, segment: SegmentBytes, of: Callable[..., Bytes]) -> CallMoments[Bytes]:
     """Return the moments of a call; `of` makes bytes of kinds."""
-    copied = max(unit.gathered + unit.copy_out, unit.gather_stage)
-    own, cast = (0, 0) if unit.kept else (unit.gathered, unit.cast_buffer + copied - unit.gathered)
+    own, cast = (0, 0) if unit.kept else (unit.gathered, unit.cast_buffer + unit.gathering)
     forward = of(activations=segment.saved, gathered=unit.kept)
     reductions: tuple[Bytes, ...] = ()
     if unit.at_end:
@@ -188,7 +187,7 @@ def call_moments(unit: UnitBytes, segment: SegmentBytes, of: Callable[..., Bytes
         )
     compute = of(activations=segment.peak(unit), gathered=own)
     return CallMoments(
-        copy_out=of(gathered=unit.gather_buffer + copied),
+        copy_out=of(gathered=unit.gather_buffer + unit.gathered + unit.gathering),
         forward=of(activations=segment.forward_peak, gathered=unit.gathered),
         left_by_forward=forward,
         gather=of(gathered=own + unit.prefetched, buffers=cast),
@@ -217,7 +216,7 @@ def backward_moments(
     call: CallMoments[Summand], tail: Summand, ahead: Summand, issued: Summand | None
 ) -> Iterator[tuple[str, Summand]]:
     """Yield phase and bytes of a call's backward above the level before it, beside a reduce buffer in flight (`tail`)
-    and a prefetched gather (`ahead`); `issued` are the bytes of this gather while it is issued, if they are more.
+    and a prefetched gather (`ahead`); `issued` are this gather's bytes while it is issued, None for no such moment.
     """
     yield "backward: gather", tail + call.gather
     if issued is not None:
@@ -269,7 +268,7 @@ def contributions(unit: UnitBytes, call: CallMoments[int] | None) -> tuple[int, 
     if call is None:
         gathered = held + unit.gathered
         after = gathered + unit.unsharded_gradients
-        found = [held, gathered + unit.copy_out, gathered + unit.gather_buffer, after]
+        found = [held, gathered + unit.gathering, gathered + unit.gather_buffer, after]
         found += [unit.unsharded_gradients > 0, not unit.adds]
         ended = [held, after]
     else:
@@ -312,8 +311,8 @@ def step_moments(
     level = level + resident_bytes(description, job, batch.micro_batch_size, of)
     before_forward = _gather_buffers(description, units)
     for i in whole_step:
-        if copy_out := units[i].copy_out:
-            yield "forward: gather", i, level + of(gathered=before_forward[0] + copy_out)
+        if (beside := units[i].gathering) > 0:
+            yield "forward: gather", i, level + of(gathered=before_forward[0] + beside)
     calls = _calls(description, units, segments, of)
     buffers = itertools.pairwise(before_forward)
     for segment, terms, call, (before, buffer) in zip(order, segments, calls, buffers, strict=True):
@@ -437,7 +436,7 @@ def _buffers_beside(description: ModelDescription, units: Sequence[UnitBytes]) -
 
 def _stages(description: ModelDescription, units: Sequence[UnitBytes], prefetches: Sequence[int | None]) -> list[int]:
     """Return for each segment the bytes beside the prefetched gather while it is issued, which is done by each call of
-    a unit that FSDP2 manages; by the root, whose call contains the others, in its last segment.
+    a unit that FSDP2 manages; the root's, which contains the others, begins with the last segment.
     """
     found = [0] * len(prefetches)
     if any(unit.gather_stage for unit in units):

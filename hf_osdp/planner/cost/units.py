@@ -109,7 +109,9 @@ class UnitBytes:
 
     @classmethod
     def least(cls, choices: Collection[UnitBytes]) -> UnitBytes:
-        """Return terms with which no moment is higher than with any of these, but for gathers ahead of other units."""
+        """Return terms with which no moment is higher than with any of these, but for gathers in backward: those ahead
+        of other units, and of parameters that some of these keep.
+        """
         columns = zip(*map(_values, choices), strict=True)
         values = {
             name: max(column) if name in _LOWERING else min(column)
@@ -149,6 +151,11 @@ class UnitBytes:
         kept.
         """
         return 0 if self.kept else self.gather_buffer
+
+    @property
+    def gathering(self) -> int:
+        """Bytes beside gathered parameters and gather buffer while the unit is gathered and copied out in forward."""
+        return max(self.copy_out, self.gather_stage - self.gathered)
 
     @property
     def issued(self) -> int:

@@ -175,8 +175,8 @@ class Program(IntegerModel):
         level = self._as_variable(level)
         buffer = self._highest([own.of_last(_gather_buffer) for own in self._whole_step])
         for own in self._whole_step:
-            if any(option.bytes.copy_out for option in own.group.options):
-                self._fits(level + buffer + own.of_last(lambda o: o.bytes.copy_out))
+            if any(option.bytes.gathering > 0 for option in own.group.options):
+                self._fits(level + buffer + own.of_last(lambda o: max(0, o.bytes.gathering)))
         for part in self._parts:
             if isinstance(part, RootSegment):
                 self._fits(level + part.bytes.forward_peak + buffer)

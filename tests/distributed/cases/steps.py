@@ -21,6 +21,7 @@ from hf_osdp.distributed import wire
 from hf_osdp.planner.decision import UnitDecision
 from hf_osdp.planner.description import UnitDescription
 from hf_osdp.planner.wire import WireFormat
+from hf_osdp.sharding import gradient_checks
 from hf_osdp.sharding.between_steps import AcrossLayouts
 from hf_osdp.sharding.steps import micro_step
 from tests.helpers.architectures import no_float32, tiny_architecture
@@ -116,6 +117,11 @@ def gives_up_a_group_of_micro_steps(loop: Loop, number: int) -> None:
     if number > 0:
         loop.optimizer.zero_grad(set_to_none=number == 1)
     scales_between_micro_steps(loop, number, by=None)
+
+
+def gives_up_micro_steps_of_large_shards(loop: Loop, number: int) -> None:
+    with patch.object(gradient_checks, "_DENSE_ELEMENTS", 0):
+        gives_up_a_group_of_micro_steps(loop, number)
 
 
 def scales_between_micro_steps(loop: Loop, number: int, by: float | None = 1.0) -> None:
@@ -237,6 +243,7 @@ CASES = {
     "leaves freeing to the optimizer": case(leaves_freeing_to_the_optimizer, kind=AssignsData),
     "scales in a hook": case(scales_in_a_hook, way="states_on_host"),
     "gives up micro-steps": case(given_up),
+    "gives up micro-steps, zero3, large shards": case(gives_up_micro_steps_of_large_shards, "zero3"),
     "gives up micro-steps, zero3, reduces": case(given_up, "zero3", way=reduces),
     "scales between micro-steps": case(scaled, way=reduces),
     "scales between micro-steps, zero3 on 4": case(scaled, "zero3", world=4),
