@@ -191,9 +191,8 @@ class IntegerModel:
         exact = any(units == group.units for units, _ in self._runs)
         used = [self._at_least(x, 1) for x in counts] if exact else []
         first, last = self._one_of(counts), self._one_of(counts)
-        for k in range(
-            len(counts) if exact and self._ordered else 0
-        ):  # the last unit is of the run whose backward is first
+        # the last unit is of the run whose backward is first
+        for k in range(len(counts) if exact and self._ordered else 0):
             model.add(sum(counts[:k]) <= size * (1 - last[k]))
             model.add(sum(counts[k + 1 :]) <= size * (1 - first[k]))
         return GroupCounts(group=group, counts=counts, used=used, first=first, last=last)
