@@ -87,6 +87,8 @@ class UnitOrder:
         self._outermost: nn.Module | None = None
         """The module whose call, inside of no other, is in progress."""
         self._error_before: BaseException | None = None
+        self._backward = -1
+        """The backward in progress, by autograd's number."""
         self._gathered: list[ParameterGroup] = []
         self._used: dict[FSDPParam, bool] = {}
         """Whether a parameter that was reduced got a gradient on this rank since the last step."""
@@ -186,8 +188,9 @@ class UnitOrder:
             group.reshard()
 
     def _read_weight_got_gradient(self, gradient: torch.Tensor) -> None:
-        """Refuse a backward with retain_graph."""
-        if torch._C._autograd._get_current_graph_task_keep_graph():
+        """Refuse a backward with retain_graph, but not one inside of backward, as reversible layers run."""
+        is_inside = self._turns.in_backward and torch._C._current_graph_task_id() != self._backward
+        if torch._C._autograd._get_current_graph_task_keep_graph() and not is_inside:
             raise OSDPError(
                 "retain_graph=True lets backward run again through a weight that the loss reads, but the first"
                 " backward frees the weight;"
@@ -294,6 +297,7 @@ class UnitOrder:
             self._turns.end()
         if not self._turns.in_backward:
             self._turns.begin_backward(is_last=self._is_last)
+            self._backward = torch._C._current_graph_task_id()
 
     @contextmanager
     def backward_ends(self) -> Iterator[None]:

@@ -162,12 +162,16 @@ class Tracer:
         """
         for unit, module in self._segments:
             stack.enter_context(replaced(module, forward=self.reads.wrap_forward(unit, self._recording(unit, module))))
+        unit_of = {parameter.name: index for index, unit in enumerate(self._units) for parameter in unit.parameters}
         for name, parameter in self._fake.named_parameters():
             if parameter.requires_grad:
-                note = functools.partial(self._note_gradient, name=self._step_names.get(canonical_name(name)))
+                own = canonical_name(name)
+                note = functools.partial(self._note_gradient, name=self._step_names.get(own), unit=unit_of.get(own))
                 stack.callback(parameter.register_post_accumulate_grad_hook(note).remove)
 
-    def _note_gradient(self, parameter: nn.Parameter, *, name: str | None) -> None:
+    def _note_gradient(self, parameter: nn.Parameter, *, name: str | None, unit: int | None) -> None:
+        if unit is not None and torch._C._autograd._get_current_graph_task_keep_graph():
+            self.reads.found.add(unit)  # a reversible block, which runs its parts and their backward in backward
         self._recorder.note_gradient(parameter, name)
 
     def _recording(self, unit: int, module: nn.Module) -> Callable[..., Any]:

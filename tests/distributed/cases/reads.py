@@ -68,6 +68,35 @@ def read_first(model: nn.Module) -> None:
     with_forward(model, logits)
 
 
+class Reversible(torch.autograd.Function):
+    """Runs a part again in backward, and its backward inside of it, as Reformer's layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, part: nn.Module) -> torch.Tensor:
+        ctx.part = part
+        ctx.save_for_backward(hidden)
+        return part(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        hidden = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.part(hidden).backward(gradient, retain_graph=True)
+        return hidden.grad, None
+
+
+def reversible(model: nn.Module) -> None:
+    """Have forward run a part of each block alone."""
+
+    def logits(self: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.get_input_embeddings()(input_ids)
+        for block in blocks(self):
+            hidden = hidden + Reversible.apply(hidden, block.mlp)
+        return self.lm_head(30 * hidden)
+
+    with_forward(model, logits)
+
+
 def loss_reads_head(model: nn.Module, batch: Batch) -> torch.Tensor:
     hidden = model(input_ids=batch["input_ids"], output_hidden_states=True).hidden_states[-1]
     return cross_entropy(hidden @ weight_of(model.get_output_embeddings()).T, batch)
@@ -120,6 +149,7 @@ KINDS: dict[str, tuple[Callable[[nn.Module], None], Callable[[nn.Module, Batch],
     "loss reads head": (nothing, loss_reads_head),
     "penalties": (nothing, loss_with_penalties),
     "read first": (read_first, tiny_loss),
+    "reversible": (reversible, tiny_loss),
     "two forwards": (nothing, as_users_write(losses.model_called_twice)),
     "loss calls backbone": (nothing, loss_calls_backbone),
     "loss calls embedding": (nothing, as_users_write(losses.embedded_outside)),

@@ -17,6 +17,7 @@ from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.fake_model import fake_copy
 from hf_osdp.tracing.options import DescribeOptions
 from hf_osdp.tracing.trace import trace_segments
+from tests.helpers.small_models import built
 
 
 def test_model_and_its_configuration_give_one_description(configuration, real_model):
@@ -89,6 +90,11 @@ def described(model: nn.Module, **options):
 
 def in_use_all_step(description) -> list[str]:
     return [unit.fqn for unit in description.units if unit.span is GatherSpan.STEP]
+
+
+def test_reversible_blocks_whose_parts_run_in_backward_are_in_use_all_step():
+    description = described(built("ReformerForMaskedLM").float())
+    assert {"reformer.encoder.layers.0", "reformer.encoder.layers.1"} <= set(in_use_all_step(description))
 
 
 def test_loss_is_traced_in_the_place_of_the_models_own(gpt2):
