@@ -88,8 +88,8 @@ def _refuse_impossible(problem: PlanningProblem, choices: Sequence[Sequence[Acti
         f" them by itself, or they could not be traced; leave {ACTIVATION_OPTION} to the planner.":
             ACTIVATION_OPTION in job.asked and not any(one != one.kept for own in choices for one in own),
         "recompute=True, but no block of this model can be recomputed: it has batch normalisation, whose running"
-        " statistics would be updated twice, or its own torch.Generator, or its recomputation could not be traced;"
-        " leave recompute to the planner.":
+        " statistics would be updated twice, its own torch.Generator, or a cache that it fills, or its recomputation"
+        " could not be traced; leave recompute to the planner.":
             job.recompute and not (description.recomputable or description.recomputed_by_others),
         f"strategy={problem.strategy.value} shards parameters, but {job.optimizer.name} needs them whole; use osdp or"
         " ddp.": problem.shards_whole,

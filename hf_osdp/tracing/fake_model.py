@@ -141,7 +141,10 @@ def stored_tensors_releaser(module: nn.Module) -> Callable[[], None]:
         for values, earlier in before:
             for name, value in list(values.items()):
                 if value is not earlier.get(name) and any(True for _ in tensors_in(value)):
-                    values[name] = earlier.get(name)
+                    if name in earlier:
+                        values[name] = earlier[name]
+                    else:
+                        del values[name]
 
     return release
 

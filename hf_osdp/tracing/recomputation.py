@@ -8,18 +8,20 @@ traced bytes and work, and uses the device's own rates.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import DescriptionError
-from ..modeling.selective import CallCounter
+from ..modeling.selective import CallCounter, operator_name
 from ..planner.description import Recomputation, Segment
 from .tensors import storages_in
 from .work import PhaseRecord
@@ -62,12 +64,17 @@ class OperatorLog(TorchDispatchMode):
 
     Raises:
         DescriptionError: inside the context, if the block draws from its own `torch.Generator`, which checkpointing
-            does not restore.
+            does not restore, or if this is the second run of a call, and reads what the first has kept or changed.
     """
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, first: OperatorLog | None = None) -> None:
+        """Log a run of a block; in backward it is the second one of a call whose log is `first`."""
         super().__init__()
-        self._block = block
+        self._block, self._first = block, first
+        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """Storages that operators have made, by address."""
+        self._read: dict[tuple[str, int, int], tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        """Storages that calls have read, with their versions, by the call, its number of tensors, and the address."""
         self._counter = CallCounter()
         self._running = [""]
         self._hooks = ExitStack()
@@ -99,8 +106,14 @@ class OperatorLog(TorchDispatchMode):
                 f"{type(self._block).__name__} draws random numbers from its own torch.Generator; recomputation would"
                 " draw different ones. Draw from torch's default generator to allow it."
             )
-        before = {storage._cdata for _, storage in storages_in((args, kwargs))}
+        given = list(storages_in((args, kwargs)))
+        for tensor, storage in given:
+            self._note_read((call or operator_name(func), len(given), storage._cdata), tensor._version, storage)
+        before = {storage._cdata for _, storage in given}
         result = func(*args, **kwargs)
+        for _, storage in storages_in(result):
+            if storage._cdata not in before:
+                self._made[storage._cdata] = weakref.ref(storage)
         if func._schema.is_mutable:
             self._exclude(before)  # the operator writes some of them
         if call is None:
@@ -115,6 +128,19 @@ class OperatorLog(TorchDispatchMode):
             self._storages |= dict.fromkeys(made, logged)
         self.calls.append(logged)
         return result
+
+    def _note_read(self, key: tuple[str, int, int], version: int, storage: torch.UntypedStorage) -> None:
+        self._read[key] = weakref.ref(storage), version
+        if self._first is None or storage._cdata in self._made:
+            return
+        seen, before = self._first._read.get(key, (None, version))
+        made = self._first._made.get(storage._cdata)
+        was_read = seen is not None and seen() is storage
+        if version != before if was_read else made is not None and made() is storage:
+            raise DescriptionError(
+                f"{type(self._block).__name__} keeps tensors between its runs, such as a cache that it fills in"
+                " training; recomputation would run with them changed. Keep none in training to allow it."
+            )
 
     def returned(self, output: object) -> None:
         """Exclude what the block returns: its caller may change it in place, and the next block saves it as its

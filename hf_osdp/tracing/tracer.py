@@ -120,10 +120,13 @@ class Tracer:
         return traced | {unit: traced[other] for unit, other in self._equal_to.items() if other in traced}
 
     def _logged(self, unit: int, module: nn.Module) -> Callable[..., Any]:
-        original = module.forward
+        original, firsts = module.forward, list[OperatorLog]()
 
         def forward(*args: Any, **kwargs: Any) -> object:
-            log = OperatorLog(module)
+            is_second = torch._C._current_graph_task_id() != -1
+            log = OperatorLog(module, firsts.pop() if is_second and firsts else None)
+            if torch.is_grad_enabled() and not is_second:
+                firsts.append(log)
             self._logs.setdefault(unit, []).append(log.calls)
             with log:
                 output = original(*args, **kwargs)

@@ -8,10 +8,11 @@ classification, detection, segmentation, speech and audio. A rule for the names 
 a type that the rule cannot shrink is listed so. Each model goes through four stages:
 
 1. stock: two AdamW steps with clipping in one process in float64, finite and the same when repeated;
-2. described: from the configuration alone, with the batch that hf_osdp makes of it, in bf16 as on CUDA;
+2. described: from the configuration alone, with the batch that hf_osdp makes of it, or that of stage 1 where it makes none, in bf16 as on
+   CUDA;
 3. planned: for two H100 under a limit half-way between the least possible and data parallelism's;
 4. trained: the same two steps on two ranks under a plan that gives neighbouring units different layouts, compared with stage 1. Blocks are
-   recomputed and on the host in turn, but for those whose forward changes buffers.
+   recomputed and on the host in turn, but for those whose forward changes buffers or fills a cache.
 
 Rank 1 does the first stage while rank 0 does the second and third. Results are appended to a file as they come, and a further run with the
 same file goes on. The exit code is 1 if a model trains unequal.
@@ -50,7 +51,6 @@ WHY = {
     "Gemma4UnifiedAssistantForCausalLM": "reads the keys and values of the model that it assists",
     "Granite4VisionForConditionalGeneration": "has heads of 64 values and no projector by default",
     "OmDetTurboForObjectDetection": "transformers implements no training, and its usual backbone needs timm",
-    "PI0ForConditionalGeneration": "fills a cache in training, to which a recomputed block adds twice",
     "OneFormerForUniversalSegmentation": "holds convolutions in plain lists, which stay in float32 and do not train",
 }
 """Classes → why they are not trained, where an error does not say it."""

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from hf_osdp.modeling import selective
+from hf_osdp.modeling.activations import change_forward
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.replaced import replaced
 from hf_osdp.modeling.wrapping import recomputation_of, recompute
 from hf_osdp.planner.description import Recomputation
+from hf_osdp.planner.placement import Activations
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.training_job import TrainingJob
@@ -218,6 +220,62 @@ def test_blocks_with_a_generator_of_their_own_are_not_recomputed(caplog):
     job = TrainingJob(global_batch_size=2, recompute=True)
     with pytest.raises(ValueError, match="recompute=True, but no block of this model can be recomputed"):
         search(problem(found, preset("cpu", devices_per_node=2), job))
+
+
+class Keeping(nn.Module):
+    """Keeps a tensor between its runs."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.linear, self.kind, self.sum = nn.Linear(8, 8), kind, torch.zeros(8)
+
+    def forward(self, x: torch.Tensor, cache: list[torch.Tensor] | None = None) -> torch.Tensor:
+        h = self.linear(x).sigmoid()
+        if self.kind == "cache":
+            cache.append(h)
+            h = torch.stack(cache).sum(0)
+        elif self.kind == "sum":
+            self.sum = self.sum + h.detach().mean((0, 1))
+            h = h + self.sum
+        elif self.kind == "sum in place":
+            self.sum.add_(h.detach().mean((0, 1)))
+            h = h + self.sum
+        elif self.kind == "table":
+            if not hasattr(self, "table"):
+                self.table = torch.arange(8.0).cos()
+            h = h * self.table
+        elif self.kind == "last":
+            self.last = h
+        return x + h.square()
+
+
+class WithCaches(nn.Module):
+    def __init__(self, kind: str):
+        super().__init__()
+        self.blocks = nn.ModuleList(Keeping(kind) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, [])
+        return x
+
+
+@pytest.mark.parametrize("kind", ["cache", "sum", "sum in place", "table", "last"])
+def test_blocks_that_would_read_what_their_first_run_kept_are_not_recomputed(kind, caplog):
+    def train(recomputed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = WithCaches(kind)
+        for block in model.blocks if recomputed else ():
+            change_forward(block, Activations.RECOMPUTE)
+        model(torch.linspace(-1, 1, 64).view(2, 4, 8)).mean().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    is_equal = all(map(torch.equal, train(recomputed=True), train(recomputed=False)))
+    assert is_equal == (kind in ("table", "last"))
+    options = {"inputs": lambda count: {"x": torch.zeros(count, 4, 8)}, "block_classes": ["Keeping"]}
+    found = describe(WithCaches(kind), sequence_length=4, loss=lambda model, batch: model(**batch).mean(), **options)
+    assert any(found.recomputations) == is_equal
+    assert ("Keeping keeps tensors between its runs, such as a cache that it fills" in caplog.text) != is_equal
 
 
 def test_saved_operators_run_once_and_the_others_twice():
