@@ -1,10 +1,13 @@
 """Presets have sources, scaling drops what was measured, margins leave room."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from hf_osdp.errors import HardwareError
+from hf_osdp.planner import presets
 from hf_osdp.planner.cost.collectives import Ring, collective_seconds
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.hardware import (
@@ -43,6 +46,13 @@ def test_presets_have_sources_and_reserve_context_and_communicators(name):
     assert node.device.reserved_bytes < node.device.memory_bytes / 9  # of which ECC takes a 16th with GDDR6
     with_one = alone.unavoidable_bytes + COMMUNICATOR_BYTES
     assert node.outside_bytes(3) - 2 * COMMUNICATOR_BYTES == node.unavoidable_bytes == with_one
+
+
+def test_files_that_sources_name_exist():
+    root = Path(presets.__file__).parents[2]
+    text = Path(presets.__file__).with_suffix(".json").read_text(encoding="utf-8")
+    named = set(re.findall(r"[\w/]+\.(?:md|csv|json|py)\b", text))
+    assert named and {name for name in named if not (root / name).is_file()} == set()
 
 
 def test_presets_are_those_that_were_promised():
