@@ -19,6 +19,7 @@ from ..errors import ProfileError, first_line
 from ..modeling.batch import loss_of, output_of, random_states_kept, same_random_numbers
 from ..modeling.build import build_on_meta, checkpoint_blocks, disable_cache
 from ..modeling.compiled import compile_blocks
+from ..modeling.split.apply import apply_split
 from ..modeling.units import modules_by_name
 from ..modeling.wrapping import frozen_norms_keep_dtype
 from ..planner.description import ModelDescription, Segment
@@ -65,9 +66,9 @@ def measure_block_times(
     """Time every distinct segment of a model: each kind of block, embedding, head with loss. Collective.
 
     The model itself is not run and not changed, and random number generators keep their states. `seconds` is about how
-    long to measure. `description` is that of the whole model; None makes one. Return times of the slowest rank, the
-    same on every rank. Raise ProfileError, on every rank, if the model does not fit or run on some rank, or runs other
-    units than its trace.
+    long to measure. `description` is that of the whole model, which is timed with its split; None makes one. Return
+    times of the slowest rank, the same on every rank. Raise ProfileError, on every rank, if the model does not fit or
+    run on some rank, or runs other units than its trace.
     """
     source = timed.model_or_config
     whole = source if isinstance(source, nn.Module) else build_on_meta(source, timed.auto_class)
@@ -98,7 +99,9 @@ def _measure_passes(
     def prepare() -> tuple[nn.Module, ModelDescription, dict[int, dict[str, Any]]]:
         short = shortened(whole, description.units)
         part = part_of(description, short)
-        model = _prepared(materialised(short, device, cast), timed, description)
+        model = materialised(short, device, cast)
+        apply_split(model, description.split)
+        model = _prepared(model, timed, description)
         make = timed.inputs or UsualBatch(whole, timed.sequence_length, timed.images)
         batches = {size: _on_device(make(size), device, cast) for size in sorted(set(timed.micro_batch_sizes))}
         return model, part, batches

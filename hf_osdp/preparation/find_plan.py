@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -148,20 +149,20 @@ class ProblemBuilder:
         job: Job,
         *,
         hardware: Hardware | None = None,
-        times: BlockTimes | None = None,
+        times: Mapping[int, BlockTimes] = MappingProxyType({}),
     ) -> None:
         """Find out job, limit and hardware; for `hardware=None` use the configuration's, or measure this machine.
         Collective if None.
 
-        `times` are those of the model's blocks, if they are known. Raise HardwareError if offload needs a host that
-        the hardware does not describe, ProfileError if the profile cannot be read, ValueError if sizes, limit and
-        hardware contradict each other.
+        `times` are those of the model's blocks, if they are known, by the number of chunks of the loss. Raise
+        HardwareError if offload needs a host that the hardware does not describe, ProfileError if the profile cannot
+        be read, ValueError if sizes, limit and hardware contradict each other.
         """
         self.model, self.job, config = model, job, job.config
         self._describer = Describer(model, job)
         self._training = job.training()
         self._profile = _profile(config.profile)
-        self.times, self._untimed = times, "estimated"
+        self.times, self._untimed = dict(times), "estimated"
         after_oom = hardware is None
         self._measures = config.time_blocks and job.trains and not (config.hardware or self._profile or hardware)
         if hardware is None:
@@ -196,8 +197,8 @@ class ProblemBuilder:
         """Return the problem of the model with a split; raise DescriptionError or ProfileError. Collective if it
         times the blocks.
         """
-        if split.is_none and self.times is None:
-            self._time_blocks(self._describer.describe(split))
+        if split.is_none and not self.times:
+            self._take_times()
         return PlanningProblem(
             description=self.describe(split),
             hardware=self.hardware,
@@ -210,24 +211,36 @@ class ProblemBuilder:
     def describe(self, split: ModelSplit) -> ModelDescription:
         """Describe the model with a split, with the times of its blocks if they were measured."""
         description = self._describer.describe(split.of_single_blocks)
-        timed = replace(description, timing=self._untimed) if self.times is None else self.times.on(description)
+        times = self.times.get(split.loss_chunks, self.times.get(1))
+        timed = replace(description, timing=self._untimed) if times is None else times.on(description)
         return grouped(timed, split.blocks_per_unit)
 
-    def _time_blocks(self, whole: ModelDescription) -> None:
+    def _take_times(self) -> None:
         """Take the profile's times of the blocks, or measure them where the run measures."""
         if self._profile is not None and self._profile.segments:
-            self.times = BlockTimes.of(self._profile.segments, whole, self.hardware, "from the profile")
-        if not self._measures:
-            return
-        self._measures = False  # once, also if it fails
+            whole = self._describer.describe()
+            self.times[1] = BlockTimes.of(self._profile.segments, whole, self.hardware, "from the profile")
+        elif self._measures and not self._time_blocks(WHOLE_BLOCKS):
+            self._measures = False
+
+    def _time_blocks(self, split: ModelSplit) -> bool:
+        """Measure the times of the blocks, with the loss whole or in chunks; return whether that was possible.
+        Collective.
+        """
         try:
             timed = self._describer.timed_model(self._training.micro_batch_sizes(self.job.world_size))
-            self.times = times_of_run(
-                whole, timed, self.hardware, device_type=self.job.device_type,
+            new = times_of_run(
+                self._describer.describe(split), timed, self.hardware, device_type=self.job.device_type,
                 room_bytes=self.hardware.tensor_bytes(self.limit_bytes),
             )  # fmt: skip
         except ProfileError as error:
             self._untimed = f"estimated. {error}"
+            return False
+        segments = (*new.segments, *(self.times[1].segments if self.times else ()))  # the first of a kind counts
+        for chunks in (1, split.loss_chunks):
+            description = self._describer.describe(ModelSplit(loss_chunks=chunks))
+            self.times[chunks] = BlockTimes.of(segments, description, self.hardware, new.source)
+        return True
 
     def for_job(self, job: Job) -> ProblemBuilder:
         """Return a builder for the same model, hardware, limit and times with another job; it measures nothing."""
@@ -255,6 +268,10 @@ class ProblemBuilder:
     def _find(self) -> FoundPlan:
         whole = self.build()
         split = on_rank_zero(lambda: self._best_split(whole))
+        if self._measures and split.loss_chunks not in self.times:
+            self._measures = self._time_blocks(ModelSplit(loss_chunks=split.loss_chunks))
+            whole = self.build()
+            split = on_rank_zero(lambda: self._best_split(whole))
         problem = whole if split == whole.description.split else self.build(split)
         found = partial(FoundPlan, builder=self, whole=whole.description, problem=problem)
         try:

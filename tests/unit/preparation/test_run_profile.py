@@ -22,6 +22,7 @@ from hf_osdp.measurement.block_times import TimedModel, measure_block_times
 from hf_osdp.planner.block_forms import COUNTED_AS_EAGER
 from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.presets import preset
+from hf_osdp.planner.profile import SegmentTimes
 from hf_osdp.preparation import run_profile
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.preparation.plan_run import PlannedRun, plan_run
@@ -140,6 +141,28 @@ def test_times_of_blocks_on_the_cpu_are_kept_for_minutes_and_the_machine_for_a_d
     again = planned(model).inputs
     assert len(timings) == 2 and again.description.timing.startswith("measured (")
     assert again.hardware.device.source.startswith(f"{MEASURED_EARLIER}, 11 min ago")
+
+
+def test_loss_in_chunks_is_timed_where_a_plan_takes_it(timings, monkeypatch):
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=4096, n_positions=16))
+    planned(model, memory_limit="64MiB", split_vocabulary=True)
+    assert [timed.micro_batch_sizes for timed in timings] == [(1, 4, 8)], "this plan takes it whole"
+    times: list[tuple[SegmentTimes, ...]] = []
+    measure = run_profile.measure_block_times
+
+    def kept(*args: object, **options: object) -> tuple[SegmentTimes, ...]:
+        times.append(measure(*args, **options))
+        return times[-1]
+
+    monkeypatch.setattr(run_profile, "measure_block_times", kept)
+    monkeypatch.setenv("OSDP_CACHE", "0")
+    described = planned(model, memory_limit="3MiB", split_vocabulary=True).inputs.description
+    assert [timed.micro_batch_sizes for timed in timings[1:]] == [(1, 2), (1, 4, 8)], "in chunks more samples fit"
+    assert described.split.loss_chunks == 8 and described.timing == "measured (1, 4 and 8 samples at once)"
+    for name in ("ChunkedHead", "GPT2Block"):
+        last = {(one.linear("forward_s"), one.linear("backward_s")) for one in times[-1] if name in one.class_name}
+        there = [one for one in described.segments if name in described.units[one.unit].class_name]
+        assert {(one.forward.seconds, one.backward.seconds) for one in there} == last, name
 
 
 class WithState(GPT2LMHeadModel):
