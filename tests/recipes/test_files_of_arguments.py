@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import AutoConfig, LlamaConfig, PretrainedConfig
+from typer.testing import CliRunner
 
+from hf_osdp.cli.app import app
+from tests.helpers.sampling import slow_but
 from tests.recipes.conftest import RECIPES, Recipe, Written, run_together
 
 OWN = {"no_trainer": "run_clm_no_trainer", "plain": "train_plain"}
@@ -37,6 +41,47 @@ def test_script_parses_its_file(file):
         module.check(*parsed[1:])
     if file.stem not in OWN:
         assert parsed[-1].do_train and parsed[-1].do_eval and (not content.get("streaming") or content["max_steps"])
+
+
+def made(name: str, vocabulary: int) -> PretrainedConfig:
+    content = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+    config = AutoConfig.for_model(content["model_type"], vocab_size=vocabulary)
+    config.update_from_string(content["config_overrides"])
+    return config
+
+
+LIMITS = {
+    "gpt2/demo": (lambda: made("gpt2/demo", 2048), "AutoModelForCausalLM"),
+    "gpt2/no_trainer": (lambda: made("gpt2/no_trainer", 2048), "AutoModelForCausalLM"),
+    "gpt2/small_wikitext": (lambda: made("gpt2/small_wikitext", 50257), "AutoModelForCausalLM"),
+    "bert/small": (lambda: made("bert/small", 30522), "AutoModelForMaskedLM"),
+    "glue/sst2_small": (lambda: made("bert/small", 30522), "AutoModelForSequenceClassification"),
+    "stories260k/continue": (
+        lambda: LlamaConfig(
+            hidden_size=64, intermediate_size=172, num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4,
+            vocab_size=512, max_position_embeddings=512, tie_word_embeddings=True,
+        ),
+        "AutoModelForCausalLM",
+    ),
+}  # fmt: skip
+"""Files whose limit is for two processes: the model's configuration and class."""
+
+
+@pytest.mark.parametrize("name", slow_but(LIMITS, daily=("gpt2/small_wikitext",)))
+def test_limit_admits_a_plan_and_not_ddp(name, tmp_path):
+    content, (config, auto_class) = yaml.safe_load((RECIPES / f"{name}.yaml").read_text()), LIMITS[name]
+    config().save_pretrained(tmp_path)
+    fixed = {
+        "device": "cpu", "devices-per-node": 2, "memory-limit": content["memory_limit"], "auto-class": auto_class,
+        "sequence-length": content.get("block_size") or content["max_seq_length"],
+        "global-batch-size": 2 * content["per_device_train_batch_size"],
+    }  # fmt: skip
+    asked = ["plan", str(tmp_path), *(f"--{option}={value}" for option, value in fixed.items())]
+    found = CliRunner().invoke(app, [*asked, *["--split-vocabulary"] * ("Sequence" not in auto_class)])
+    assert found.exit_code == 0, found.output
+    whole = f"--micro-batch-size={content['per_device_train_batch_size']}"
+    refused = CliRunner().invoke(app, [*asked, "--strategy=ddp", "--no-recompute", whole])
+    assert refused.exit_code == 1 and "No plan fits" in refused.output
 
 
 @pytest.mark.slow
