@@ -106,7 +106,8 @@ def measure(case: Case, *, repetitions: int) -> list[dict]:
             "model": case.name, "parameters": description.numel, "layers": case.layers,
             "devices": case.hardware.world_size,
             "limit": name, "limit_bytes": limit, "describe_s": describe_s, "search_s": sorted(times)[len(times) // 2],
-            "proven": result.plan.proven_optimal, "micro_batch_size": result.plan.micro_batch_size,
+            "proven": result.plan.proven_optimal, "gap": result.plan.gap, "step_s": result.plan.step_s,
+            "micro_batch_size": result.plan.micro_batch_size,
             "layouts": len({(u.shard_size, u.reshard_after_forward) for u in result.plan.units}),
         })  # fmt: skip
     return rows

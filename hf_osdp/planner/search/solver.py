@@ -29,8 +29,12 @@ _RESOLUTION = 2**30
 _DIGITS, _LEAST_DIGITS = 28, 31
 """Binary digits of the limit in the units of a search, and in those of a search for the least peak. With 20, many
 plans fit by rounding alone; with 31, plans of nearly equal seconds take CP-SAT long to tell apart."""
-_FEW, _MORE = 12, 4
-"""Options of each group in the search for a first plan, and the factor by which they grow while none is found."""
+_FEW = 12
+"""Options of each group in the search for a first plan."""
+_SHARES = (1.0, 0.9, 0.8, 0.65, 0.5)
+"""Shares of the limit whose relaxations give these options, until a plan is found: runs take memory that no relaxation
+counts.
+"""
 _FIRST_GAP = 1e-3
 """Relative gap of the search for a first plan, which only bounds the search after it."""
 _ALIKE = 0.03
@@ -160,9 +164,7 @@ class FastestSearch:
         self._solver = Solver(timeline, unit_of(limit_bytes), walk)
         self._groups = {group.units: group for group in self._solver.timeline.groups}
         self._scale = _RESOLUTION / (max(timeline.least) or 1.0)
-        program = self._solver.program(limit_bytes)
-        program.minimize_seconds(self._scale)
-        self._root = program.relax()
+        self._root = self._relaxed(limit_bytes)
         self.bound_s = 0.0 if self._root is None else self._root.bound / self._scale
         """Lower bound on the seconds of every plan, by the relaxation with every option."""
 
@@ -176,15 +178,17 @@ class FastestSearch:
         self._best, self._left = cutoff_s * self._scale, math.inf
         """Cost of the best plan or the cutoff, least bound of what is left out."""
         self._found: Solution | None = None
-        most = max(len(group.options) for group in self._groups.values())
-        few = _FEW
-        while self._root is not None and few < most and self._found is None:
-            first = {
-                self._groups[group.units]: set(sorted(group.options, key=added.__getitem__)[:few])
-                for group, added in self._root.added.items()
-            }
+        first: Kept = {group: set() for group in self._groups.values()}
+        many = any(len(group.options) > _FEW for group in first)
+        for share in _SHARES if many else ():
+            relaxed = self._root if share == 1 else self._relaxed(int(share * self._limit_bytes))
+            if relaxed is None:
+                break
+            for group, added in relaxed.added.items():
+                first[self._groups[group.units]] |= set(sorted(added, key=added.__getitem__)[:_FEW])
             self._solve(first, _FIRST_GAP)
-            few *= _MORE
+            if self._found is not None:
+                break
         self._left = math.inf
         if self._root is None:
             self._solve(None, 0.0)
@@ -199,6 +203,12 @@ class FastestSearch:
             self._take(layouts)
         found = self._found or Solution(layouts={}, objective=math.inf, bound=0.0)
         return replace(found, bound=self._left / self._scale)
+
+    def _relaxed(self, limit_bytes: int) -> Relaxation | None:
+        """Return the relaxation with every option."""
+        program = self._solver.program(limit_bytes)
+        program.minimize_seconds(self._scale)
+        return program.relax()
 
     def _worthwhile(self, relaxed: Relaxation) -> Kept:
         """Return the options that a plan faster than the best may take, at least one of each group."""
