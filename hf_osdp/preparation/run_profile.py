@@ -43,7 +43,7 @@ _MAX_AGE_S = 24 * 3600
 """A machine's speed changes over time."""
 _MAX_AGE_ON_CPU_S = 600
 """Of times of blocks on the CPU, whose cores others share and slow down for minutes: estimates with times of 24 to 55
-minutes were 0.48 to 0.86 of measured steps in 15 runs, with new ones 0.69 to 1.04 in 9 (docs/estimates.md).
+minutes were 0.48 to 0.86 of measured steps of README's demo in 15 runs, with new ones 0.69 to 1.04 in 9.
 """
 _BUSY = 0.1
 """Share of a measurement's time without a core, above which other programs have disturbed it."""
