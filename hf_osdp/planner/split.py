@@ -92,6 +92,11 @@ class ModelSplit:
         return replace(self, loss_chunks=1)
 
     @property
+    def of_loss(self) -> ModelSplit:
+        """The split of the loss alone, with whole blocks."""
+        return ModelSplit(loss_chunks=self.loss_chunks)
+
+    @property
     def cuts_parameters(self) -> bool:
         """Whether parameters of the model are replaced by parts."""
         return bool(self.sliced)

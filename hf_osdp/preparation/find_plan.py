@@ -149,12 +149,12 @@ class ProblemBuilder:
         job: Job,
         *,
         hardware: Hardware | None = None,
-        times: Mapping[int, BlockTimes] = MappingProxyType({}),
+        times: Mapping[ModelSplit, BlockTimes] = MappingProxyType({}),
     ) -> None:
         """Find out job, limit and hardware; for `hardware=None` use the configuration's, or measure this machine.
         Collective if None.
 
-        `times` are those of the model's blocks, if they are known, by the number of chunks of the loss. Raise
+        `times` are those of the model's blocks, if they are known, by the split of the loss. Raise
         HardwareError if offload needs a host that the hardware does not describe, ProfileError if the profile cannot
         be read, ValueError if sizes, limit and hardware contradict each other.
         """
@@ -211,7 +211,7 @@ class ProblemBuilder:
     def describe(self, split: ModelSplit) -> ModelDescription:
         """Describe the model with a split, with the times of its blocks if they were measured."""
         description = self._describer.describe(split.of_single_blocks)
-        times = self.times.get(split.loss_chunks, self.times.get(1))
+        times = self.times.get(split.of_loss, self.times.get(WHOLE_BLOCKS))
         timed = replace(description, timing=self._untimed) if times is None else times.on(description)
         return grouped(timed, split.blocks_per_unit)
 
@@ -219,14 +219,13 @@ class ProblemBuilder:
         """Take the profile's times of the blocks, or measure them where the run measures."""
         if self._profile is not None and self._profile.segments:
             whole = self._describer.describe()
-            self.times[1] = BlockTimes.of(self._profile.segments, whole, self.hardware, "from the profile")
+            found = BlockTimes.of(self._profile.segments, whole, self.hardware, "from the profile")
+            self.times[WHOLE_BLOCKS] = found
         elif self._measures and not self._time_blocks(WHOLE_BLOCKS):
             self._measures = False
 
     def _time_blocks(self, split: ModelSplit) -> bool:
-        """Measure the times of the blocks, with the loss whole or in chunks; return whether that was possible.
-        Collective.
-        """
+        """Measure the blocks with the loss whole or split; return whether that was possible. Collective."""
         try:
             timed = self._describer.timed_model(self._training.micro_batch_sizes(self.job.world_size))
             new = times_of_run(
@@ -236,10 +235,11 @@ class ProblemBuilder:
         except ProfileError as error:
             self._untimed = f"estimated. {error}"
             return False
-        segments = (*new.segments, *(self.times[1].segments if self.times else ()))  # the first of a kind counts
-        for chunks in (1, split.loss_chunks):
-            description = self._describer.describe(ModelSplit(loss_chunks=chunks))
-            self.times[chunks] = BlockTimes.of(segments, description, self.hardware, new.source)
+        known = self.times[WHOLE_BLOCKS].segments if self.times else ()
+        segments = (*new.segments, *known)  # the first of a kind counts
+        for timed_split in (WHOLE_BLOCKS, split):
+            description = self._describer.describe(timed_split)
+            self.times[timed_split] = BlockTimes.of(segments, description, self.hardware, new.source)
         return True
 
     def for_job(self, job: Job) -> ProblemBuilder:
@@ -268,8 +268,8 @@ class ProblemBuilder:
     def _find(self) -> FoundPlan:
         whole = self.build()
         split = on_rank_zero(lambda: self._best_split(whole))
-        if self._measures and split.loss_chunks not in self.times:
-            self._measures = self._time_blocks(ModelSplit(loss_chunks=split.loss_chunks))
+        if self._measures and split.of_loss not in self.times:
+            self._measures = self._time_blocks(split.of_loss)
             whole = self.build()
             split = on_rank_zero(lambda: self._best_split(whole))
         problem = whole if split == whole.description.split else self.build(split)
