@@ -144,8 +144,10 @@ def test_times_of_blocks_on_the_cpu_are_kept_for_minutes_and_the_machine_for_a_d
 
 
 def test_loss_in_chunks_is_timed_where_a_plan_takes_it(timings, monkeypatch):
-    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=4096, n_positions=16))
-    planned(model, memory_limit="64MiB", split_vocabulary=True)
+    # too deep for a split into operators; the logits of 8 samples alone take 4 MiB
+    model = GPT2LMHeadModel(GPT2Config(n_layer=9, n_embd=16, n_head=2, vocab_size=8192, n_positions=16))
+    asked = {"split_vocabulary": True, "micro_batch_size": 8}
+    planned(model, memory_limit="64MiB", **asked)
     assert [timed.micro_batch_sizes for timed in timings] == [(1, 4, 8)], "this plan takes it whole"
     times: list[tuple[SegmentTimes, ...]] = []
     measure = run_profile.measure_block_times
@@ -156,7 +158,7 @@ def test_loss_in_chunks_is_timed_where_a_plan_takes_it(timings, monkeypatch):
 
     monkeypatch.setattr(run_profile, "measure_block_times", kept)
     monkeypatch.setenv("OSDP_CACHE", "0")
-    described = planned(model, memory_limit="3MiB", split_vocabulary=True).inputs.description
+    described = planned(model, memory_limit="6MiB", **asked).inputs.description
     assert [timed.micro_batch_sizes for timed in timings[1:]] == [(1, 2), (1, 4, 8)], "in chunks more samples fit"
     assert described.split.loss_chunks == 8 and described.timing == "measured (1, 4 and 8 samples at once)"
     for name in ("ChunkedHead", "GPT2Block"):
